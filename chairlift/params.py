@@ -150,7 +150,9 @@ class SamplingParams(BaseModel):
         description="same seed, same tokens, whatever else is in the batch; -1, as if left out: a new one each time",
     )
     stop: Strings = Field(
-        default_factory=list, max_length=64, description="strings that end the text and are not part of it"
+        default_factory=list,
+        max_length=64,
+        description="strings that end the text and are not part of it; they may spell special tokens",
     )
     stop_token_ids: list[int] = Field(
         default_factory=list, max_length=MAX_TOKENS_NAMED, description="tokens that end the text"
@@ -278,8 +280,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    # The stop token or stop string that ended it, "repetition_detected", "timeout" or GRAMMAR_LIMIT; None for the end
-    # token, and for other aborts.
+    # The stop token or stop string that ended it, "repetition_detected", "timeout" or GRAMMAR_LIMIT; None for an end
+    # token that no stop string spells, and for other aborts.
     stop_reason: int | str | None = None
     error: str | None = None  # why it failed; its finish reason is then ABORT
     logprobs: Sequence[TokenLogprobs] | None = None  # one per token, if asked for; a list once it has finished

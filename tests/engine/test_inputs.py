@@ -302,6 +302,19 @@ def test_a_conversation_is_truncated_after_it_is_rendered(inputs: InputProcessor
         assert kept == [*b"z", 258, ord("\n"), 257, *b"assistant\n"]
 
 
+def test_a_stop_string_that_is_a_special_token_is_a_stop_token_too(inputs: InputProcessor) -> None:
+    params = SamplingParams(stop=["<|im_start|>", "a<|endoftext|>", "<|im_", "x"], stop_token_ids=[7], n=2)
+    generation = inputs.prepare("r", "x", params)
+    assert [request.params.stop_token_ids for request in generation.requests] == [[7, 257], [7, 257]]
+    assert generation.params is params
+    assert refusal(inputs, "x", stop="<|im_start|>", min_tokens=1, allowed_token_ids=[257]).param == "allowed_token_ids"
+
+
+def test_a_bad_word_that_is_a_special_token_forbids_that_token(inputs: InputProcessor) -> None:
+    assert refusal(inputs, "x", bad_words=["<|im_start|>"], allowed_token_ids=[257]).param == "allowed_token_ids"
+    assert inputs.prepare("r", "x", SamplingParams(bad_words=["<|im_start|>"], allowed_token_ids=[257, ord("<")]))
+
+
 def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
     params = SamplingParams(n=3, stop=["x"], bad_words=["ab"])

@@ -1,5 +1,6 @@
 """From literal token events to what callers see."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,18 @@ from tests.engine.support import END_TOKEN, event
 PROMPT = [ord("?")]
 
 
+START_TOKEN = 257
+
+
+def split(text: str) -> list[str | int]:
+    """As a tokenizer does, for the two special tokens that are said here."""
+    ids: dict[str, str | int] = {"<|im_start|>": START_TOKEN, "<|im_end|>": END_TOKEN}
+    return [ids.get(part, part) for part in re.split(r"(<\|im_(?:start|end)\|>)", text) if part]
+
+
 def generation_of(params: SamplingParams, request_id: str = "g", prompt: list[int] = PROMPT) -> Generation:
     requests = [Request(f"{request_id}-{index}", prompt, params, 100, index) for index in range(params.n)]
-    return Generation(request_id, None, prompt, params, requests, StopStrings(params.stop))
+    return Generation(request_id, None, prompt, params, requests, StopStrings(params.stop, split))
 
 
 class Follower:
@@ -69,6 +79,8 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 NOTHING, STOP, LENGTH, ABORT = None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 UP_TO_B: dict[str, Any] = {"stop": ["b"]}
 END = bytes([255])  # stands for the end token in what is said
+START = bytes([254])  # and for <|im_start|>, which ends nothing by itself
+TURN: dict[str, Any] = {"stop": ["\n<|im_start|>user"]}
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,41 @@ ENDINGS = {
     "a stop string after min_tokens": Ending(
         {**UP_TO_B, "min_tokens": 3}, [(b"abb", NOTHING), (b"abc", NOTHING)], ["abb", "abba"], STOP, "b", True, 5
     ),
+    "a stop string that is an end token": Ending(
+        {"stop": ["<|im_end|>"]}, [(b"a" + END, STOP)], ["a"], STOP, "<|im_end|>"
+    ),
+    "a stop string that is a special token": Ending(
+        {"stop": ["x", "<|im_start|>"]}, [(b"a" + START + b"b", NOTHING)], ["a"], STOP, "<|im_start|>", True, 2
+    ),
+    "a stop string with a special token in it": Ending(
+        TURN, [(b"a\n" + START, NOTHING), (b"user", NOTHING)], ["a", "a"], STOP, "\n<|im_start|>user", aborts=True
+    ),
+    "a stop string that spells a special token": Ending(
+        TURN, [(b"a\n<|im_start|>user", NOTHING)], ["a"], STOP, "\n<|im_start|>user", aborts=True
+    ),
+    "a stop string before an end token in it": Ending(
+        {"stop": ["\n<|im_end|>"]}, [(b"a\n" + END, STOP)], ["a"], STOP, "\n<|im_end|>"
+    ),
+    "half a stop string with a special token": Ending(
+        TURN, [(b"a\n" + START + b"us", NOTHING), (b"es", LENGTH)], ["a", "a\nuses"], LENGTH
+    ),
+    "a special token that no stop string spells": Ending(TURN, [(b"a" + END + b"b", LENGTH)], ["ab"], LENGTH),
+    "half a character before a special token": Ending(
+        {"stop": [HALF + "<|im_start|>"]},
+        [(b"a\xe2" + START, NOTHING)],
+        ["a"],
+        STOP,
+        HALF + "<|im_start|>",
+        aborts=True,
+    ),
+    "a special token before min_tokens": Ending(
+        {"stop": ["<|im_start|>"], "min_tokens": 2},
+        [(b"a" + START, NOTHING), (b"b" + START, NOTHING)],
+        ["a", "ab"],
+        STOP,
+        "<|im_start|>",
+        aborts=True,
+    ),
     "an abort, with what there is": Ending({}, [(b"ab", NOTHING), (b"", ABORT)], ["ab", "ab"], ABORT),
 }
 
@@ -116,7 +163,7 @@ def test_a_text_ends_with(byte_tokenizer: Tokenizer, case: Ending) -> None:
     follower = Follower(byte_tokenizer, **case.fields)
     shown, aborted, tokens = [], [], []
     for said, reason in case.said:
-        spoken = [END_TOKEN if byte == END[0] else byte for byte in said]
+        spoken = [{END[0]: END_TOKEN, START[0]: START_TOKEN}.get(byte, byte) for byte in said]
         stop_reason = case.stop_reason if isinstance(case.stop_reason, int) else None
         aborted += follower.processor.process([event("g-0", spoken, reason, stop_reason)]).to_abort
         shown.append(follower.outputs[0].text)
@@ -216,6 +263,12 @@ def test_a_special_token_is_part_of_the_text_where_that_is_wanted(byte_tokenizer
             follower.hear([token])
         follower.hear(b"", FinishReason.LENGTH)
         assert follower.outputs[0].text == text
+
+
+def test_a_stop_string_finds_a_special_token_that_is_shown_as_the_text_it_is(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer, TextOptions(shown_tokens=("<|im_start|>",)), stop=["a<|im_start|>"])
+    follower.hear([*b"ba", START_TOKEN, *b"c"])
+    assert follower.outputs == [CompletionOutput(0, "b", [*b"ba", START_TOKEN], FinishReason.STOP, "a<|im_start|>")]
 
 
 def test_a_state_that_was_kept_does_not_change_and_shares_what_it_can(byte_tokenizer: Tokenizer) -> None:

@@ -1,17 +1,19 @@
 """Decodes tokens to text piece by piece, without incomplete characters or the beginnings of stop strings."""
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from os.path import commonprefix
 
 from chairlift.engine.sampling.token_rules import START, Automaton
 from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.errors import InvalidRequest
 
 _CONTEXT_SIZES = (8, 64)
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
 _MAX_WINDOW = 32
 _SPACE = ord(" ")
+_SURROGATES = range(0xD800, 0xE000)  # halves of pairs: no text that was decoded from UTF-8 has one
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are not a complete character (yet)
 
 
@@ -143,29 +145,58 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]
 
 
 class StopStrings:
-    """The stop strings of a request: prepared once, off the event loop, for all of its choices."""
+    """The stop strings of a request: prepared once, off the event loop, for all of its choices.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.automaton = Automaton([list(map(ord, stop)) for stop in stops])
+    A text has no special tokens, but stop strings may spell some. So each special token that they spell has a mark, a
+    character that occurs in no text. `_Choice` adds it to what it searches where the token came, and such a stop string
+    is looked for twice: as it is spelled, and with marks.
+    """
+
+    def __init__(self, stops: Sequence[str], split: Callable[[str], list[str | int]] = lambda stop: [stop]) -> None:
+        """`split`: see `Tokenizer.split`. InvalidRequest if the stop strings spell too many special tokens."""
+        self.marks: dict[int, str] = {}  # by token id
+        self.token_ids: list[int] = []  # of stop strings that are a special token and nothing else
+        found = []
+        for stop in stops:
+            parts = split(stop)
+            found.append((stop, stop))
+            if any(isinstance(part, int) for part in parts):
+                found.append((stop, "".join(part if isinstance(part, str) else self._mark(part) for part in parts)))
+            if len(parts) == 1 and isinstance(parts[0], int):
+                self.token_ids.append(parts[0])
+        self.stops = tuple(stop for stop, _ in found)
+        self.patterns = tuple(pattern for _, pattern in found)
+        self.automaton = Automaton([list(map(ord, pattern)) for pattern in self.patterns])
+        self._unmarked = dict.fromkeys(map(ord, self.marks.values()))
+
+    def without_marks(self, text: str) -> str:
+        return text.translate(self._unmarked) if self.marks else text
+
+    def _mark(self, token_id: int) -> str:
+        if token_id not in self.marks:
+            if len(self.marks) == len(_SURROGATES):
+                raise InvalidRequest(f"stop: name at most {len(_SURROGATES)} different special tokens", "stop")
+            self.marks[token_id] = chr(_SURROGATES[len(self.marks)])
+        return self.marks[token_id]
 
 
 class StopMatcher:
     """Finds stop strings across the pieces of a text, and holds back what may be the beginning of one."""
 
     def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops.stops
+        self._stops = stops
+        self._patterns = stops.patterns
         self._automaton = stops.automaton
         self._state = START
         self._held = ""  # the text of the state
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Returns text that is final, and the stop string that was found right after it, if any.
+        """Returns text that is final, without marks, and the stop string that was found right after it, if any.
 
         The earliest stop string ends the text; without one, all text that cannot begin a stop string is returned. If
         several are complete and begin at the same place, the one that was named first counts.
         """
-        if not self._stops:
+        if not self._patterns:
             return piece, None
         text = self._held + piece
         match = self._find(text)
@@ -174,12 +205,12 @@ class StopMatcher:
             return match
         num_out = len(text) - self._automaton.depth(self._state)
         self._held = text[num_out:]
-        return text[:num_out], None
+        return self._stops.without_marks(text[:num_out]), None
 
     def finish(self) -> str:
         """Returns what was held back, since it did not become a stop string."""
         held, self._state, self._held = self._held, START, ""
-        return held
+        return self._stops.without_marks(held)
 
     def _find(self, text: str) -> tuple[str, str] | None:
         """Advances over the text after what is held back; finds the stop string that ends it."""
@@ -189,9 +220,11 @@ class StopMatcher:
             state = automaton.advance(state, ord(text[end - 1]))
             match = automaton.longest_match(state)
             if match is not None:
-                candidate = (end - len(self._stops[match]), match)
+                candidate = (end - len(self._patterns[match]), match)
                 best = candidate if best is None else min(best, candidate)
             if best is not None and end - automaton.depth(state) > best[0]:
                 break  # any later match would begin later
         self._state = state
-        return None if best is None else (text[: best[0]], self._stops[best[1]])
+        if best is None:
+            return None
+        return self._stops.without_marks(text[: best[0]]), self._stops.stops[best[1]]

@@ -43,6 +43,7 @@ class _PreparedParams:
     """What is costly to derive from parameters; prompts with the same parameters share it."""
 
     params: SamplingParams
+    engine_params: SamplingParams  # with a stop token for each stop string that is a special token
     stops: StopStrings
     rules: TokenRules | None
 
@@ -158,7 +159,7 @@ class InputProcessor:
             Request(
                 f"{request_id}-{serial}-{index}",
                 prompt_token_ids,
-                params,
+                prepared.engine_params,
                 max_tokens,
                 first_seed + index,
                 self._eos_token_ids,
@@ -230,11 +231,17 @@ class InputProcessor:
             self._check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
             encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
             rules = compile_rules(params, encode, self._vocab_size)
-            self._check_something_can_be_sampled(params, rules)
-            prepared = _PreparedParams(params, StopStrings(params.stop), rules)
+            stops = StopStrings(params.stop, self.tokenizer.split)
+            engine_params = self._with_stop_tokens(params, stops.token_ids)
+            self._check_something_can_be_sampled(engine_params, rules)
+            prepared = _PreparedParams(params, engine_params, stops, rules)
             # If another thread does the same, one of the results is lost, and made again when needed.
             self._prepared = (*self._prepared[1 - _NUM_PREPARED :], prepared)
         return prepared
+
+    def _with_stop_tokens(self, params: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+        possible = [token for token in token_ids if token < self._vocab_size]
+        return params.model_copy(update={"stop_token_ids": [*params.stop_token_ids, *possible]}) if possible else params
 
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

@@ -26,6 +26,7 @@ class _Choice:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, generation.prompt_token_ids)
         self._matcher = StopMatcher(generation.stops)
+        self._marks = generation.stops.marks
         text_options = generation.text_options
         self._watcher = None if text_options.new_watcher is None else text_options.new_watcher()
         self._shown = {tokenizer.backend.token_to_id(name): name for name in text_options.shown_tokens}
@@ -50,7 +51,7 @@ class _Choice:
             if self.output.logprobs is not None:
                 self._logprobs.append(_name(event.logprobs[position], self._tokenizer))
                 self._text_offsets.append(self._num_decoded)
-            if position < num_shown and self._add(self._text_of(token)):
+            if self._take_text(token, is_end=position >= num_shown):
                 return event.finish_reason is None
         if event.finish_reason is not None and not self._add(self._detokenizer.finish()):
             self.output.text += self._matcher.finish()
@@ -67,18 +68,25 @@ class _Choice:
             self._is_thinking = not self._is_thinking and token == thinking.begin_id
             self._thinking = thinking if self._is_thinking else None
 
-    def _text_of(self, token: int) -> str:
-        """The text that this token completes."""
-        name = self._shown.get(token)
-        return self._detokenizer.push(token) if name is None else self._detokenizer.finish() + name
+    def _take_text(self, token: int, is_end: bool) -> bool:
+        """Adds the text that this token completes; an end token has none. True as for `_add`."""
+        name, mark = None if is_end else self._shown.get(token), self._marks.get(token)
+        if name is not None:
+            return self._add(self._detokenizer.finish() + name)
+        if mark is not None:
+            return self._add(self._detokenizer.finish(), mark)
+        return not is_end and self._add(self._detokenizer.push(token))
 
-    def _add(self, piece: str) -> bool:
-        """Adds a piece, except for what is held back. True if the text ends here, by a stop string or the watcher."""
-        if not piece:
+    def _add(self, piece: str, mark: str = "") -> bool:
+        """Adds a piece, except for what is held back. True if the text ends here, by a stop string or the watcher.
+
+        `mark`: stands after it for a special token that a stop string spells.
+        """
+        if not piece and not mark:
             return False
         self._num_decoded += len(piece)
         may_end = len(self.output.token_ids) > self._params.min_tokens
-        text, stop = self._matcher.push(piece) if may_end else (piece, None)
+        text, stop = self._matcher.push(piece + mark) if may_end else (piece, None)
         self.output.text += text
         is_over = self._watcher is not None and self._watcher.push(text)
         if not may_end or (stop is None and not is_over):

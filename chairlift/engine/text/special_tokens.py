@@ -20,6 +20,14 @@ class SpecialTokens:
         """Whether the text contains a special token, or ends with what may be the beginning of one."""
         return self._anywhere.search(text) is not None or self._ends_open(text.rstrip())
 
+    def split(self, text: str) -> list[str]:
+        """The text cut before and after each special token in it, without empty parts."""
+        parts, begin = [], 0
+        for match in self._anywhere.finditer(text):
+            parts += [text[begin : match.start()], match[0]]
+            begin = match.end()
+        return [part for part in (*parts, text[begin:]) if part]
+
     def cut(self, value: Any, cut: str) -> Any:
         """A copy of strings, lists and dicts, with the character `cut` within each special token in them, and after the
         beginning of one at the end of a string, which the template might complete with the next string.

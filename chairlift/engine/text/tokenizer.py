@@ -75,8 +75,9 @@ class Tokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self.backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._specials = SpecialTokens({added[token_id].content for token_id in self._special_ids})
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._unwritten_ids = frozenset(self._special_ids.values())
+        self._specials = SpecialTokens(self._special_ids)
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -173,7 +174,12 @@ class Tokenizer:
 
     def is_written(self, token_id: int) -> bool:
         """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""
-        return token_id not in self._special_ids and self.backend.id_to_token(token_id) is not None
+        return token_id not in self._unwritten_ids and self.backend.id_to_token(token_id) is not None
+
+    def split(self, text: str) -> list[str | int]:
+        """A text's parts: between special tokens as they are, and the ids of special tokens that it spells."""
+        parts = self._specials.split(text)
+        return [part if (token_id := self._special_ids.get(part)) is None else token_id for part in parts]
 
     def is_text(self, token_id: int) -> bool:
         """Whether the token stands for ordinary text; tokens that were added to the vocabulary often end or mark it."""

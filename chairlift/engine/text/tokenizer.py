@@ -5,26 +5,31 @@ template may write them, unless a request asks otherwise (`ChatOptions.parse_spe
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
 from chairlift.models.gguf import is_gguf, open_gguf
+
+logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 # What templates raise for unknown roles and shapes, or when they take too much memory.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
 _MAX_REASON = 1000
+_PROBED_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
@@ -79,6 +84,30 @@ class Tokenizer:
         self._unwritten_ids = frozenset(self._special_ids.values())
         self._specials = SpecialTokens(self._special_ids)
         self._token_texts: dict[int, str] = {}
+        self._forms = self._find_forms([]) if self.has_chat_template else NO_PARTS
+        self._forms_with_tools = self._find_forms([_PROBED_TOOL], self._forms) if self.has_chat_template else NO_PARTS
+        self._check_template(chat_template_file)
+
+    def _check_template(self, file: str | None) -> None:
+        """Warns of a template with which conversations do not reach the model. ConfigurationError if the file is none.
+
+        `file`: where it comes from, unless it is the checkpoint's own.
+        """
+        unseen = " or ".join(sorted(self._forms.unseen - {"tool"}))
+        if unseen:
+            logger.warning(
+                "the chat template shows nothing of what messages with role %s say, neither as text nor in parts; set"
+                " chat_template to another one",
+                unseen,
+            )
+        if "user" in self._forms.refused:
+            try:
+                self.render_chat([{"role": "user", "content": "Hello"}], ChatOptions())
+            except InvalidRequest as error:
+                if file is not None and isinstance(error.__cause__, TemplateSyntaxError):
+                    place = f"{file}, line {error.__cause__.lineno}"
+                    raise ConfigurationError(f"chat_template {place}: {error.__cause__.message}") from error
+                logger.warning("%s; chat does not work unless you set chat_template to another one", error)
 
     @property
     def has_chat_template(self) -> bool:
@@ -193,18 +222,33 @@ class Tokenizer:
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=options.tools or None,
-                tokenize=False,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                **options.template_arguments,
-            )
+            forms = self._forms_with_tools if options.tools else self._forms
+            return self._render(forms.apply(messages), options)
         except _TEMPLATE_ERRORS as error:
             reason = (str(error) or type(error).__name__)[:_MAX_REASON]
             raise InvalidRequest(f"the chat template refuses these messages: {reason}", "messages") from error
+
+    def _render(self, messages: list[Message], options: ChatOptions) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            messages,
+            tools=options.tools or None,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.template_arguments,
+        )
         return str(rendered)
+
+    def _find_forms(self, tools: list[Any], default: ContentForms = NO_PARTS) -> ContentForms:
+        """Tries the template."""
+
+        def render(messages: list[Message]) -> str | None:
+            try:
+                return self._render(messages, ChatOptions(tools))
+            except (*_TEMPLATE_ERRORS, RecursionError):
+                return None
+
+        return find_content_forms(render, default)
 
     def encode_chat(
         self, messages: Sequence[Message], options: ChatOptions, max_tokens: int, keeps_end: bool = False

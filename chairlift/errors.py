@@ -22,6 +22,7 @@ ChairliftError
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -45,8 +46,23 @@ class InvalidRequest(ChairliftError, ValueError):
         self.param = param
 
 
+@dataclass(frozen=True, slots=True)
+class PromptExcess:
+    """How long a prompt is, or is at least, and how long it may be; in tokens."""
+
+    num_tokens: int
+    limit: int
+
+
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer together are longer than a sequence may be; the message says how long that is."""
+    """Prompt and answer together are longer than a sequence may be; the message says how long that is.
+
+    `excess` is None if the prompt alone fits, or if its length is not known.
+    """
+
+    def __init__(self, message: str, param: str | None = None, excess: PromptExcess | None = None) -> None:
+        super().__init__(message, param)
+        self.excess = excess
 
 
 class InvalidGrammar(InvalidRequest):

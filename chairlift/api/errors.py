@@ -26,6 +26,7 @@ from chairlift.errors import (
     InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
+    PromptExcess,
     QueueFull,
     QueueTimeout,
     RequestFailed,
@@ -71,12 +72,13 @@ class ErrorReply:
     detail: ErrorDetail
     allow: str | None = None  # for a 405: the allowed methods
     retry_after_s: int = _RETRY_AFTER_S  # for a 429 or 503
+    excess: PromptExcess | None = None  # of a prompt that is too long
 
     def body(self, path: str, request_id: str | None) -> str:
         """The body in the format of the path: OpenAI's or Anthropic's."""
         body: BaseModel = ErrorBody(error=self.detail)
         if is_anthropics(path):
-            body = AnthropicErrorBody.of(self.status, self.detail, request_id)
+            body = AnthropicErrorBody.of(self.status, self.detail, request_id, self.excess)
         return body.model_dump_json()
 
     @property
@@ -110,7 +112,8 @@ def error_reply(error: Exception) -> ErrorReply:
         if isinstance(error, kind):
             detail = _detail(status, str(error), getattr(error, "param", None), code)
             retry_after = math.ceil(getattr(error, "retry_after", _RETRY_AFTER_S))
-            return ErrorReply(status, detail, retry_after_s=max(retry_after, _RETRY_AFTER_S))
+            excess = error.excess if isinstance(error, ContextLengthExceeded) else None
+            return ErrorReply(status, detail, retry_after_s=max(retry_after, _RETRY_AFTER_S), excess=excess)
     if isinstance(error, web.HTTPException):
         message = error.text or error.reason
         if isinstance(error, web.HTTPRequestEntityTooLarge):

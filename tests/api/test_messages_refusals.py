@@ -70,12 +70,42 @@ async def test_every_status_has_its_type_and_exception(server: Server, monkeypat
         assert (await error_of(small, 413, {**ASKED, "system": "a" * 100}))["type"] == "request_too_large"
 
 
-async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("num_characters", "fields", "words"),
+    [
+        (
+            600,
+            {},
+            "prompt is too long: 603 tokens > 511 maximum. This model's maximum context length is 512 tokens. How",
+        ),
+        (509, {}, "prompt is too long: 512 tokens > 511 maximum. "),
+        (510, {"max_tokens": 0}, "prompt is too long: 513 tokens > 512 maximum. "),
+        (100_000, {}, "prompt is too long: "),
+        (509, {"min_tokens": 5, "max_tokens": 5}, "prompt is too long: 512 tokens > 511 maximum. "),
+        (
+            470,
+            {"min_tokens": 50, "max_tokens": 50},
+            "This model's maximum context length is 512 tokens. However, min_tok",
+        ),
+    ],
+)
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(
+    server: Server, num_characters: int, fields: dict[str, Any], words: str
+) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a" * num_characters}], **fields}
+    error = await error_of(server, 400, body)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(words)
+
+
+async def test_a_prompt_far_too_long_is_told_at_least_its_length(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "a" * 100_000}]}
     for path, fields in ((MESSAGES, {"max_tokens": 1}), (COUNT_TOKENS, {})):
-        error = await error_of(server, 400, {**body, **fields}, path)
-        assert error["type"] == "invalid_request_error"
-        assert error["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens.")
+        message = (await error_of(server, 400, {**body, **fields}, path))["message"]
+        # The longest token has 13 characters.
+        assert message.startswith(
+            "prompt is too long: 7693 tokens > 512 maximum. This model's maximum context length is"
+        )
 
 
 async def test_a_broken_stream_ends_with_an_error_event(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

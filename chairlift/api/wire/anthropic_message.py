@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, RootModel
 
 from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
+from chairlift.errors import PromptExcess
 
 
 class SaidText(BaseModel):
@@ -129,10 +130,13 @@ class AnthropicErrorBody(NamedEvent):
     request_id: str | None = None
 
     @classmethod
-    def of(cls, status: int, detail: ErrorDetail, request_id: str | None = None) -> "AnthropicErrorBody":
-        """Clients look for the words "prompt is too long" to shorten a conversation."""
-        is_too_long = detail.code == "context_length_exceeded"
-        message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
+    def of(
+        cls, status: int, detail: ErrorDetail, request_id: str | None = None, excess: PromptExcess | None = None
+    ) -> "AnthropicErrorBody":
+        """`excess`: of a prompt that is too long, for clients that look for these words to shorten a conversation."""
+        message = detail.message
+        if excess is not None:
+            message = f"prompt is too long: {excess.num_tokens} tokens > {excess.limit} maximum. {message}"
         kind = _ERROR_TYPES.get(status, "invalid_request_error")
         details = ErrorDetails() if detail.param == "thread" else None
         return cls(error=AnthropicErrorDetail(type=kind, message=message, details=details), request_id=request_id)

@@ -21,7 +21,7 @@ from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.special_tokens import strings_in
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, too_long
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.scheduler import Drafter, Grammar, Request
@@ -215,12 +215,11 @@ class InputProcessor:
 
     def _check_characters(self, given: object, most: int, param: str) -> None:
         """Refuses what is far longer than a prompt can be, by its length alone."""
-        num_characters = 0
-        for text in strings_in(given):
-            num_characters += len(text) + 1  # so that many empty ones are too long, too
-            if num_characters > most:
-                what = f"your {param} have more than {most} characters. Please reduce their length."
-                raise too_long(self.max_seq_len, what, param)
+        num_characters = sum(len(text) + 1 for text in strings_in(given))  # so that many empty ones are too long, too
+        if num_characters > most:
+            num_tokens = max(self.max_seq_len + 1, num_characters // self.tokenizer.longest_token)
+            what = f"your {param} have more than {most} characters. Please reduce their length."
+            raise too_long(self.max_seq_len, what, param, PromptExcess(num_tokens, self.max_seq_len))
 
     def _prepare_params(self, params: SamplingParams) -> _PreparedParams:
         """Checks parameters, and caches what is derived from them for later prompts with the same object."""
@@ -273,7 +272,8 @@ class InputProcessor:
         if room < num_for_answer:
             beside = " beside at least 1 for the answer" if num_for_answer else ""
             what = f"your {param} resulted in {size} tokens, {num_for_answer - room} too many{beside}."
-            raise too_long(self.max_seq_len, f"{what} Please reduce the length of the {param}.", param)
+            excess = PromptExcess(size, self.max_seq_len - num_for_answer)
+            raise too_long(self.max_seq_len, f"{what} Please reduce the length of the {param}.", param, excess)
         max_tokens = 0 if params.is_max_tokens_open else params.max_tokens or 0
         hints = {"max_tokens": "max_tokens, or leave max_tokens out", "min_tokens": "min_tokens"}
         for name, wanted in (("max_tokens", max_tokens), ("min_tokens", params.min_tokens)):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
-from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
+from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest, PromptExcess
 from chairlift.models.gguf import is_gguf, open_gguf
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,10 @@ class Tokenizer:
         """Characters of the longest vocabulary entry: a text has at least its length divided by this many tokens."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
+    def _fewest_tokens(self, num_characters: int) -> int:
+        """A text of so many characters has at least this many tokens."""
+        return -(-num_characters // self.longest_token)
+
     def encode(
         self,
         text: str,
@@ -156,7 +160,7 @@ class Tokenizer:
         """
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             if not keeps_end:
-                raise _certainly_too_long(len(text), max_tokens, param)
+                raise _certainly_too_long(len(text), self._fewest_tokens(len(text)), max_tokens, param)
             text = text[-max_tokens * self.longest_token :]
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -260,7 +264,8 @@ class Tokenizer:
         length = sum(map(len, pieces))
         if len(pieces) > max_tokens or length > max_tokens * self.longest_token:  # a piece has at least a token
             if not keeps_end:
-                raise _certainly_too_long(length, max_tokens, "messages")
+                num_tokens = max(len(pieces), self._fewest_tokens(length))
+                raise _certainly_too_long(length, num_tokens, max_tokens, "messages")
             pieces = pieces[-max_tokens:]
         return self._encode_pieces(pieces)
 
@@ -320,12 +325,14 @@ def _unused_character(texts: Collection[str]) -> str:
     return min(unused)
 
 
-def too_long(max_seq_len: int, what: str, param: str) -> ContextLengthExceeded:
+def too_long(max_seq_len: int, what: str, param: str, excess: PromptExcess | None = None) -> ContextLengthExceeded:
     """The error for the field `param`, whose message says `what` is too long."""
     start = f"This model's maximum context length is {max_seq_len} tokens."
-    return ContextLengthExceeded(f"{start} However, {what}", param)
+    return ContextLengthExceeded(f"{start} However, {what}", param, excess)
 
 
-def _certainly_too_long(num_characters: int, max_tokens: int, param: str) -> ContextLengthExceeded:
-    what = f"your {param} of {num_characters} characters certainly takes more. Please reduce its length."
-    return too_long(max_tokens, what, param)
+def _certainly_too_long(num_characters: int, num_tokens: int, max_tokens: int, param: str) -> ContextLengthExceeded:
+    """The error for a text that was not encoded; it has `num_tokens` or more."""
+    what = f"your {param} of {num_characters} characters resulted in {num_tokens} tokens or more."
+    advice = f"Please reduce the length of the {param}."
+    return too_long(max_tokens, f"{what} {advice}", param, PromptExcess(num_tokens, max_tokens))

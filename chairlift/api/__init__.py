@@ -97,6 +97,11 @@ class ServerConfig(BaseModel):
     )
 
     # Limits on what clients send, and timeouts
+    clamp_max_tokens: bool = Field(
+        False,
+        description="let max_tokens be larger than the room beside the prompt, as /v1/messages always does: the answer"
+        " then ends where the room does; otherwise that is an error",
+    )
     max_body_bytes: Size = Field(10 * 2**20, description="largest request body (as in 20MiB); more is refused")
     client_timeout: Timeout = Field(
         60.0,

@@ -83,6 +83,7 @@ class JobMaker:
         self._model_name = model_name
         self._store = store
         self._keeps_billing_line = config.keep_billing_line
+        self._clamps_max_tokens = config.clamp_max_tokens
         self._dialect = Dialect(llm.inputs, config)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
@@ -136,6 +137,7 @@ class JobMaker:
             is_streamed=bool(body.stream),
             structure=body.wanted_structure(),
             prompt_field="prompt",
+            text_options=replace(DEFAULT_TEXT, clamps_max_tokens=self._clamps_max_tokens),
             keeps_text=bool(body.echo),
             warnings=body.warnings,
         )
@@ -153,10 +155,8 @@ class JobMaker:
         options = client.options_of(body)
         chat_options = body.chat_options()
         token_ids = self._encode(body, chat_options, params.truncates_prompt)
-        if isinstance(body, MessagesRequest) and not params.truncates_prompt:
-            # Clients of this API often ask for more tokens than there is room for.
-            room = max(1, inputs.max_seq_len - len(token_ids))
-            params = params.model_copy(update={"max_tokens": min(body.max_tokens, room)})
+        # Clients of Anthropic's API often ask for more tokens than there is room for.
+        clamps = self._clamps_max_tokens or isinstance(body, MessagesRequest)
         reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
         return UncheckedJob(
             prompts=[token_ids],
@@ -166,7 +166,7 @@ class JobMaker:
             is_streamed=bool(body.stream),
             structure=structure,
             prompt_field="messages",
-            text_options=reading.text_options,
+            text_options=replace(reading.text_options, clamps_max_tokens=clamps),
             field_names=body.field_names,
             warnings=body.warnings,
         )

@@ -63,6 +63,7 @@ class TextOptions:
     new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
     shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name
     thinking: Thinking | None = None  # a grammar begins after the thoughts, whose tokens are counted
+    clamps_max_tokens: bool = False  # to the room beside the prompt; otherwise more is a ContextLengthExceeded
 
 
 DEFAULT_TEXT = TextOptions()
@@ -139,7 +140,9 @@ class InputProcessor:
         if params.n > self._capacity:
             raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
         token_ids = self._truncate(self._tokenize(prompt, params), params)
-        max_tokens = self._check_lengths(token_ids, params, param)
+        # Where as much is kept of the prompt as leaves room for max_tokens, a limit that leaves none is a mistake.
+        clamps = text_options.clamps_max_tokens and params.truncate_prompt_tokens != -1
+        max_tokens = self._check_lengths(token_ids, params, param, clamps)
         self._check_vocabulary(token_ids, param)
         prepared = self._prepare_params(params)
         if params.logprobs is not None or params.prompt_logprobs is not None:
@@ -263,7 +266,7 @@ class InputProcessor:
             num_kept = max(1, self.max_seq_len - max(num_for_answer, params.min_tokens))
         return token_ids[-num_kept:]
 
-    def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str) -> int:
+    def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str, clamps: bool) -> int:
         """Resolves `max_tokens`, so that it fits beside the prompt. ContextLengthExceeded if that is not possible."""
         size, room = len(token_ids), self.max_seq_len - len(token_ids)
         if not size:
@@ -274,7 +277,7 @@ class InputProcessor:
             what = f"your {param} resulted in {size} tokens, {num_for_answer - room} too many{beside}."
             excess = PromptExcess(size, self.max_seq_len - num_for_answer)
             raise too_long(self.max_seq_len, f"{what} Please reduce the length of the {param}.", param, excess)
-        max_tokens = 0 if params.is_max_tokens_open else params.max_tokens or 0
+        max_tokens = 0 if params.is_max_tokens_open or clamps else params.max_tokens or 0
         hints = {"max_tokens": "max_tokens, or leave max_tokens out", "min_tokens": "min_tokens"}
         for name, wanted in (("max_tokens", max_tokens), ("min_tokens", params.min_tokens)):
             if wanted > room:

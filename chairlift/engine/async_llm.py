@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
+from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
 from chairlift.engine.text.inputs import (
     DEFAULT_CHAT,
@@ -79,7 +80,8 @@ class _Mailbox:
 class AsyncLLM:
     """A model and its engine thread, used from one event loop. An async context manager closes it.
 
-    Construction loads the model and takes as long as that does; the thread starts with the first request.
+    Construction loads the model and takes as long as that does; the thread starts with the first request. In a process
+    that was forked later, `EngineClosed` is raised.
     """
 
     def __init__(self, model: str = "bundled", **config: Any) -> None:
@@ -98,7 +100,7 @@ class AsyncLLM:
         return llm
 
     def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
-        self._engine = engine
+        self._engine, self._home = engine, Home()
         self.config, self.vocab_size = engine.config, engine.vocab_size
         self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
         self.inputs.vocabulary.load()  # now, because all requests would wait for it later
@@ -113,7 +115,7 @@ class AsyncLLM:
     @property
     def is_healthy(self) -> bool:
         """True while new requests are served."""
-        return self.death is None and not self._is_closed and self._engine.is_alive
+        return self._home.is_here and self.death is None and not self._is_closed and self._engine.is_alive
 
     @property
     def num_unfinished(self) -> int:
@@ -135,6 +137,7 @@ class AsyncLLM:
         `param`: the field that the prompt came from, for errors. `off_loop` calls what is slow, except for grammars,
         which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
         """
+        self._home.check()
         chosen_id, compiled = request_id or uuid4().hex, None
         if params is not None and params.structured_outputs is not None:
             shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs, text_options.thinking))
@@ -168,6 +171,7 @@ class AsyncLLM:
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput]:
         """Answers a conversation; otherwise like `generate`."""
+        self._home.check()
         chosen = params or self.inputs.default_chat_params
         token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, chat_options, chosen.truncates_prompt)
         async with contextlib.aclosing(self.generate(token_ids, chosen, request_id, options)) as outputs:
@@ -233,8 +237,8 @@ class AsyncLLM:
         return self._engine.read_stats()
 
     async def close(self) -> None:
-        """Ends running generations with `EngineClosed` and stops the thread. Later calls raise `EngineClosed`."""
-        if self._is_closed:
+        """Ends running generations with `EngineClosed` and stops the thread. Does nothing in a forked process."""
+        if self._is_closed or not self._home.is_here:
             return
         self._is_closed = True
         self._fail_all(EngineClosed("the engine was closed"))
@@ -252,7 +256,7 @@ class AsyncLLM:
         await self.close()
 
     async def _call(self, function: Callable[[EngineCore], _Result]) -> _Result:
-        """Calls a function in the engine's thread between two launches and returns its result."""
+        """Calls a function in the engine's thread between two launches; its result."""
         engine = self.usable_engine()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Result] = loop.create_future()
@@ -265,6 +269,7 @@ class AsyncLLM:
 
     def usable_engine(self) -> Engine:
         """The engine. The first call starts it, and its watchdog. Raises `EngineClosed` or `EngineDead`."""
+        self._home.check()
         if self.death is not None:
             raise EngineDead(f"the engine died: {describe_death(self.death)}")
         if self._is_closed:

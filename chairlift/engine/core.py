@@ -21,6 +21,7 @@ from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphR
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine, steps_that_fit
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import Launch, ModelRunner
+from chairlift.engine.forks import prepare_for_forks
 from chairlift.engine.journal import EngineStats, Journal, Snapshot
 from chairlift.engine.parallel import Leader, Ranks, on_every_rank
 from chairlift.engine.sampling.sampler import Sampler
@@ -66,6 +67,7 @@ class EngineCore:
         if self.config.fallback_reason is not None:
             logger.warning("the attention backend is torch instead of cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
+        prepare_for_forks()
         forward = load_forward(checkpoint, self.config)
         self.ranks.meet()  # from here on, all ranks compute together
         self.config = fit_cache(config, self.config, shape, forward, self.ranks.least)

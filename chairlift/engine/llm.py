@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import REST_AFTER_S, EngineCore
+from chairlift.engine.forks import Home
 from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
@@ -23,13 +24,17 @@ _Each = TypeVar("_Each", SamplingParams, RequestOptions)
 
 
 class LLM:
-    """A model and its engine. Calls from several threads run one at a time. As a context manager, it closes itself."""
+    """A model and its engine. Calls from several threads run one at a time. As a context manager, it closes itself.
+
+    In a process that was forked after it was made, all calls but `close` raise `EngineClosed`.
+    """
 
     def __init__(self, model: str = "bundled", **config: Any) -> None:
         """`model`: a checkpoint directory, a hub id, a GGUF file, "smollm2" or "bundled".
 
         `config`: fields of `EngineConfig`.
         """
+        self._home = Home()
         self._core: EngineCore | None = EngineCore(EngineConfig(model=model, **config))
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self._core.vocab_size)
@@ -53,6 +58,7 @@ class LLM:
         error, if that is a terminal and the work is long.
         `InvalidRequest` if one of them cannot be served; nothing is computed then.
         """
+        self._home.check()  # first: a fork may have left locks taken for ever
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         each_params = _one_per_prompt(params, len(listed), "params")
         each_options = _one_per_prompt(options, len(listed), "options")
@@ -76,6 +82,7 @@ class LLM:
         template renders the conversation; messages and tools are plain text, even where they spell a special token.
         Otherwise like `generate`.
         """
+        self._home.check()
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
         chosen = self.inputs.default_chat_params if params is None else params
@@ -88,11 +95,14 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts computed, so that later calls start cold, for instance in a benchmark."""
+        self._home.check()
         with self._turn:
             self._usable_core().reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees the memory. Later calls raise `EngineClosed`."""
+        """Frees the memory. Later calls raise `EngineClosed`. Does nothing in a forked process."""
+        if not self._home.is_here:
+            return
         with self._turn:
             self._stay_awake()
             if self._core is not None:

@@ -15,13 +15,13 @@ import logging
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +38,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from chairlift.config import EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
+from chairlift.engine.forks import finalize
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
@@ -173,10 +174,11 @@ class Leader(_Divided):
         """ConfigurationError if the model cannot be divided like this, or there are too few devices."""
         obstacle = find_split_obstacle(checkpoint, config.tensor_parallel_size)
         config = resolve_divided(config, obstacle, torch.cuda.device_count())
-        folder = tempfile.TemporaryDirectory(prefix="chairlift-")
-        super().__init__(0, config, folder.name)
+        folder = tempfile.mkdtemp(prefix="chairlift-")
+        super().__init__(0, config, folder)
+        self._removal = finalize(self, shutil.rmtree, folder, True)
         self._others = _Others(config, folder)
-        self._end = weakref.finalize(self, self._others.end)
+        self._end = finalize(self, self._others.end)
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -210,6 +212,7 @@ class Leader(_Divided):
     def close(self) -> None:
         """See `Ranks`. Ends the others."""
         self._end()
+        self._removal()
 
 
 class _SharedGrammar:
@@ -251,9 +254,8 @@ def _without_grammar(argument: object) -> object:
 class _Others:
     """The processes of the other ranks. Has no reference to the engine, so that they end when that is collected."""
 
-    def __init__(self, config: EngineConfig, folder: "tempfile.TemporaryDirectory[str]") -> None:
-        """`folder`: see `_Divided`; removed when they have ended."""
-        self._folder = folder
+    def __init__(self, config: EngineConfig, folder: str) -> None:
+        """`folder`: see `_Divided`."""
         self.failure: str | None = None
         self.is_over = threading.Event()
         self.group: Group | None = None
@@ -267,7 +269,7 @@ class _Others:
                 self._processes.append(start_interpreter(program, theirs.fileno()))
             self._links.append(link)
             device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
-            link.send((rank, config.model_copy(update={"device": device}), folder.name))
+            link.send((rank, config.model_copy(update={"device": device}), folder))
         self._answers = [SimpleQueue[int | None]() for _ in self._links]
         self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
         self._thread.start()
@@ -302,13 +304,14 @@ class _Others:
     def end(self) -> None:
         """Asks them to end, and waits; kills those that take too long."""
         self._is_ending = True
+        for link in self._links:
+            os.set_blocking(link.fileno(), False)  # a rank that is stopped takes no more messages, and is killed below
         self.tell((0.0, None))
         deadline = time.monotonic() + _END_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
-        self._folder.cleanup()
         if threading.current_thread() is not self._thread:  # which may also collect garbage and so call this
             self._thread.join()
 

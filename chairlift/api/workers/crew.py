@@ -196,7 +196,7 @@ class Crew:
     async def _start(self) -> _Worker | None:
         """Starts a worker. None if it cannot be started, as the log says then, or if the server leaves meanwhile."""
         try:
-            born = await self._unless_over(self._nursery.bear())
+            born = await self._unless_over(self._nursery.bear(self._config.worker_timeout))
             if born is None:
                 return None
             worker = _Worker(self._llm, self, born.process)

@@ -23,7 +23,6 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that the engine's process handles, and forwards to workers."""
 
 _LOAD_S = 300.0  # for the nursery to import its modules, from a slow disk
-_FORK_S = 10.0
 _ORPHANS_S = 10.0  # that workers have to end by themselves when the engine's process is gone
 _POLL_S = 0.05
 _PID = struct.Struct("<I")
@@ -82,8 +81,10 @@ class Nursery:
         with theirs:
             self._process = start_interpreter(self._program.format(theirs.fileno()), theirs.fileno())
 
-    async def bear(self) -> Newborn:
-        """Starts a worker. OSError if the nursery dies meanwhile or does not answer; the next call starts another."""
+    async def bear(self, timeout_s: float) -> Newborn:
+        """Starts a worker. OSError if the nursery dies meanwhile, or does not answer once it has loaded its modules;
+        the next call starts another one.
+        """
         async with self._turn:
             if self._is_over or self._process.poll() is not None:
                 self._renew()
@@ -91,7 +92,7 @@ class Nursery:
             try:
                 with theirs:
                     socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])
-                pid = await asyncio.wait_for(self._read_pid(), _FORK_S if self._is_loaded else _LOAD_S)
+                pid = await asyncio.wait_for(self._read_pid(), timeout_s if self._is_loaded else _LOAD_S)
             except BaseException as error:
                 ours.close()
                 self._end()

@@ -7,13 +7,13 @@ a few dedicated threads, so that a slow one delays no other request.
 import json
 import logging
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from chairlift.engine.forks import finalize
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
@@ -48,7 +48,7 @@ class GrammarCompiler:
         self._mask_threads: list[MaskThreads] = []  # one, from the first grammar on
         self._unfinished: dict[str, Future[CompiledGrammar]] = {}
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
-        self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._mask_threads)
+        self._end = finalize(self, _end, self._threads, self._rehearsal, self._mask_threads)
         if not IS_POSSIBLE:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 

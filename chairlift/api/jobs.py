@@ -1,7 +1,6 @@
 """Makes engine jobs of checked bodies, and replies of jobs, streamed or whole, for all endpoints."""
 
 import hashlib
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
 from chairlift.api.telemetry import Observation
+from chairlift.api.turns import TURNS_WARNING, speakers_in_turn, without_billing_line
 from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
@@ -32,11 +32,8 @@ from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
 from chairlift.engine.text.tokenizer import ChatOptions, Message
-from chairlift.errors import InvalidGrammar, InvalidRequest, RequestFailed
+from chairlift.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest, RequestFailed
 from chairlift.params import GRAMMAR_LIMIT, RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
-
-_BILLING = "x-anthropic-billing-header:"
-_BILLING_LINE = re.compile(_BILLING + r"[^\n]*\n*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,14 @@ class UncheckedJob:
     keeps_text: bool = False  # whether the reply needs the prompts' text
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `TemplateInput`
     warnings: Sequence[str] = ()  # see `Body.warnings`
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedChat:
+    """The prompt that a conversation became, and what its client is warned of."""
+
+    token_ids: list[int]
+    warnings: Sequence[str] = ()
 
 
 class Store(Protocol):
@@ -97,7 +102,7 @@ class JobMaker:
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of the prompt that the same body would have as a request for an answer."""
-        return TokenCount(input_tokens=len(self._encode(body, body.chat_options())))
+        return TokenCount(input_tokens=len(self._encode(body, body.chat_options()).token_ids))
 
     async def prepare(self, job: UncheckedJob, off_loop: OffLoop) -> list[Generation]:
         """One generation per prompt, checked and tokenized. Errors name the fields that the client wrote."""
@@ -154,12 +159,12 @@ class JobMaker:
         self._dialect.check_effort(body)
         options = client.options_of(body)
         chat_options = body.chat_options()
-        token_ids = self._encode(body, chat_options, params.truncates_prompt)
+        encoded = self._encode(body, chat_options, params.truncates_prompt)
         # Clients of Anthropic's API often ask for more tokens than there is room for.
         clamps = self._clamps_max_tokens or isinstance(body, MessagesRequest)
-        reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
+        reading = self._dialect.reading(body, functions, encoded.token_ids, chat_options.continue_final_message)
         return UncheckedJob(
-            prompts=[token_ids],
+            prompts=[encoded.token_ids],
             params=params,
             options=options,
             reply=self._reply(body, client, params, reading.new_reader),
@@ -168,17 +173,30 @@ class JobMaker:
             prompt_field="messages",
             text_options=replace(reading.text_options, clamps_max_tokens=clamps),
             field_names=body.field_names,
-            warnings=body.warnings,
+            warnings=[*body.warnings, *encoded.warnings],
         )
 
     def _encode(
         self, body: Conversation | CountTokensRequest, options: ChatOptions, truncates: bool = False
-    ) -> list[int]:
+    ) -> _EncodedChat:
+        """The prompt; if the template refuses the messages, that of `speakers_in_turn`."""
         with own_field_names(body.field_names):
             messages: Sequence[Message] = body.template_messages()
             if not self._keeps_billing_line:
                 messages = without_billing_line(messages)
-            return self._llm.inputs.encode_chat(messages, options, truncates)
+            encode = self._llm.inputs.encode_chat
+            try:
+                return _EncodedChat(encode(messages, options, truncates))
+            except InvalidRequest as refusal:
+                turns = speakers_in_turn(messages)
+                if turns == messages or isinstance(refusal, ContextLengthExceeded):
+                    raise
+                try:
+                    return _EncodedChat(encode(turns, options, truncates), [TURNS_WARNING])
+                except ContextLengthExceeded:
+                    raise
+                except InvalidRequest:
+                    raise refusal from None  # it is about what the client wrote
 
     def _reply(self, body: Conversation, client: Client, params: SamplingParams, new_reader: NewReader) -> Reply:
         model, vocabulary = self._model_name, self._llm.inputs.vocabulary
@@ -210,16 +228,6 @@ class JobMaker:
             store.keep(owner, reply.id, StoredResponse(conversation, reply.model_dump_json().encode()))
 
         return keep
-
-
-def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
-    """Removes the billing line that begins Claude Code's system prompts: it means nothing to a model, and it differs in
-    every request, so that no two prompts would share a prefix.
-    """
-    first = messages[0] if messages else {}
-    if first.get("role") != "system" or not first["content"].startswith(_BILLING):
-        return messages
-    return [{**first, "content": _BILLING_LINE.sub("", first["content"], count=1)}, *messages[1:]]
 
 
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each

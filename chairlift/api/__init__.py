@@ -103,6 +103,11 @@ class ServerConfig(BaseModel):
         " then ends where the room does; otherwise that is an error",
     )
     max_body_bytes: Size = Field(10 * 2**20, description="largest request body (as in 20MiB); more is refused")
+    max_unread_bytes: Size = Field(
+        2**28,
+        description="limit on the bytes of replies that clients have not read, in each process that handles HTTP, half"
+        " of it for one client; connections that are not read are closed first, then replies get a 429 or 503",
+    )
     client_timeout: Timeout = Field(
         60.0,
         description="seconds that a client may take: for a TLS handshake and the first headers, for the headers of each"

@@ -17,10 +17,11 @@ from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, CallThreads
+from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
-from chairlift.api.replies.responses import NOT_STORED, ResponseStore
+from chairlift.api.replies.responses import NOT_STORED, ResponseStore, StoredResponse
 from chairlift.api.routes import (
     ROUTES,
     DetokenizeReply,
@@ -49,6 +50,7 @@ _Made = TypeVar("_Made")
 
 _OPEN_PATHS = PAGE_PATHS | {route.path for route in ROUTES if route.is_open}
 _TOLD_PATHS = {route.path for route in ROUTES} | {"/", WATCH_PATH}  # named in metrics and the log
+_STORED = web.ResponseKey("chairlift_stored", StoredResponse)
 _READERS = "readers of the reference"  # all of them count as one client of the threads
 
 
@@ -90,6 +92,7 @@ class Api:
         self.keys = KeyRing(self._shared.keys, config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
+        self._unread = UnreadReplies(config.max_unread_bytes, lambda request: self.keys.client_of(request).name)
         self._job_maker = JobMaker(llm, self._model_name, self._shared.store, config)
         # Slow calls must not delay quick ones, and work for a reply that exists is never refused.
         self._quick_threads = CallThreads(4, max_per_client=4096, max_waiting=16384)
@@ -105,7 +108,9 @@ class Api:
 
     def make_app(self) -> web.Application:
         """The application, for a runner with `handler_cancellation=True`, which notices clients that leave."""
-        app = web.Application(middlewares=[error_middleware, self.keys.middleware, self._count_active])
+        middlewares = [error_middleware, self._unread.middleware, self.keys.middleware, self._count_active]
+        app = web.Application(middlewares=middlewares)
+        app[UNREAD] = self._unread
         app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app.on_response_prepare.append(self._bodies.release)
         app.cleanup_ctx.append(self._close_threads)
@@ -156,7 +161,9 @@ class Api:
         stored = await asyncio.to_thread(self._shared.store.find, owner, request.match_info["id"])
         if stored is None:
             raise web.HTTPNotFound(text=NOT_STORED)
-        return web.Response(body=stored.reply, content_type="application/json")
+        response = web.Response(body=stored.reply, content_type="application/json")
+        response[_STORED] = stored  # so that others who ask for it meanwhile share it
+        return response
 
     async def delete_response(self, request: web.Request) -> web.Response:
         response_id = request.match_info["id"]

@@ -246,6 +246,11 @@ class Job:
     settled: Callable[[], Awaitable[None]]  # awaited before the end of the reply; see `Store`
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def size_of_repeats(self) -> int:
+        """The cost of repeating the request; see `_size_of`."""
+        return self.reply.num_repeated // _CHARACTERS_PER_SCORE
+
     async def make(self, size: int, function: Callable[..., _Made], *args: Any) -> _Made:
         """Calls a method of the reply, off the event loop if that is much work; `size`: see `_size_of`."""
         return function(*args) if size <= _LARGE else await self.off_loop(function, *args)
@@ -265,7 +270,8 @@ async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
             _check(output)
             latest[index] = output
     whole = [latest[index] for index in range(len(job.generations))]
-    body = await job.make(sum(map(_size_of, whole)), lambda: _to_json(job.reply.whole(whole)))
+    size = job.size_of_repeats + sum(map(_size_of, whole))
+    body = await job.make(size, lambda: _to_json(job.reply.whole(whole)))
     await job.settled()
     return web.Response(body=body, content_type="application/json", headers=job.headers)
 
@@ -275,14 +281,15 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
     sizes: dict[int, int] = {}  # by generation, when it was last looked at
     try:
         async with stream, aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
-            events = job.reply.opening([generation.prompt_token_ids for generation in job.generations])
+            prompts = [generation.prompt_token_ids for generation in job.generations]
+            events = await job.make(job.size_of_repeats, job.reply.opening, prompts)
             async for index, output in outputs:
                 _check(output)
                 num_seen, sizes[index] = sizes.get(index, 0), _size_of(output)
                 news = await job.make(sizes[index] - num_seen, job.reply.news, index, output)
                 await stream.send(*events, *news)
                 events = []
-            closing = await job.make(sum(sizes.values()), job.reply.closing)
+            closing = await job.make(job.size_of_repeats + sum(sizes.values()), job.reply.closing)
             await job.settled()
             await stream.send(*events, *closing)
     except ConnectionError:  # the client left

@@ -167,8 +167,12 @@ class RawClient:
     async def answer(self) -> tuple[str, str]:
         """The next reply that says how long it is: its head and its body."""
         head = await self.head()
+        return head, await self.body(head)
+
+    async def body(self, head: str) -> str:
+        """The rest of a reply that says how long it is."""
         length = next(line for line in head.splitlines() if line.startswith("Content-Length: ")).split()[1]
-        return head, (await self._reader.readexactly(int(length))).decode()
+        return (await self._reader.readexactly(int(length))).decode()
 
     async def chunk(self) -> str:
         """The next piece of a chunked reply; empty at its end."""

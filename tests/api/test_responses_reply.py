@@ -236,3 +236,18 @@ async def test_a_call_that_was_cut_off_is_the_one_that_is_incomplete(server: Ser
     statuses = [item["status"] for item in events.last_response["output"]]
     assert statuses == ["completed", "completed", "incomplete"]
     assert (events.last_response["status"], events.types[-1]) == ("incomplete", "response.incomplete")
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of the client
+async def test_tools_that_no_model_sees_are_limited_because_they_are_repeated(server: Server) -> None:
+    tools = [{**TOOL, "description": "x" * 2**20}]
+    refused = await post(server, RESPONSES, {"input": QUESTION, "tools": tools, "tool_choice": "none"}, status=400)
+    assert refused["error"]["param"] == "tools"
+    assert "at most 1048576 are possible" in refused["error"]["message"]
+
+
+async def test_large_tools_are_repeated_in_the_first_and_the_last_event(server: Server) -> None:
+    tools = [{**TOOL, "description": "x" * 10**6}]
+    events = await stream(server, tools=tools, tool_choice="none", max_output_tokens=2)
+    whole = [each["response"] for each in events.all if "response" in each]
+    assert [len(each["tools"][0]["description"]) for each in whole] == [10**6] * 3

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import gzip
+import json
+import re
 import resource
 import select
 import socket
@@ -25,6 +27,7 @@ from tests.support.server_process import SERVE, long_stream, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
+RESPONSES = "/v1/responses"
 HELLO = b'{"prompt":"Hello!","max_tokens":1}'
 JSON = {"Content-Type": "application/json"}
 
@@ -111,6 +114,28 @@ def held(raw: bytes, number: int, seconds: float = 2.0) -> Attack:
     return lambda attacker: attacker.hold(raw, number, seconds)
 
 
+def with_tools(num_bytes: int, *, is_streamed: bool) -> bytes:
+    """A request for a response that repeats its tools, and is kept."""
+    tool = {"type": "function", "name": "f", "description": "x" * num_bytes}
+    body = {"input": "a", "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
+    return json.dumps({**body, "stream": is_streamed, "store": not is_streamed}).encode()
+
+
+async def unread_repeats(attacker: Attacker) -> None:
+    """Of tools that are as large as a body, and of tools that are as large as they may be."""
+    for num_bytes in (MAX_BODY - 1000, 1_000_000):
+        body = with_tools(num_bytes, is_streamed=True)
+        await attacker.hold(head(f"Content-Length: {len(body)}", RESPONSES) + body, 84, 4.0)
+
+
+async def unread_stored_response(attacker: Attacker) -> None:
+    body = with_tools(1_000_000, is_streamed=False)
+    _, reply = await attacker.exchange(head(f"Connection: close\r\nContent-Length: {len(body)}", RESPONSES) + body)
+    (name,) = re.findall(rb'"id":"(resp_[0-9a-f]+)"', reply)[:1]
+    question = head("Content-Length: 0", f"{RESPONSES}/{name.decode()}").replace(b"POST", b"GET", 1)
+    await attacker.hold(question, 1000, 4.0)
+
+
 def sent(make: Callable[[], bytes], limit_s: float = 30.0) -> Attack:
     return lambda attacker: attacker.exchange(make(), limit_s)
 
@@ -134,6 +159,8 @@ CONNECTIONS: dict[str, Attack] = {
     "long chunk extensions": sent(lambda: CHUNKED + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"),
     "unread streams": held(head(f"Content-Length: {len(STREAM)}") + STREAM, 64),
     "unread replies": held(head(f"Content-Length: {len(LARGE_REPLY)}", "/detokenize") + LARGE_REPLY, 20),
+    "unread repeats of tools": unread_repeats,
+    "unread stored responses": unread_stored_response,
     "10,000 pipelined questions": sent(lambda: b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000, 2.0),
     "2,000 pipelined posts": sent(lambda: (head(f"Content-Length: {len(HELLO)}", TOKENIZE) + HELLO) * 2_000, 2.0),
     "long heads": long_heads,

@@ -147,14 +147,13 @@ def test_a_stopped_nursery_is_replaced() -> None:
 
 
 _READER = """
-import socket, sys
+import json, socket, sys
 connection = socket.socket()
 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 connection.connect(("127.0.0.1", int(sys.argv[1])))
-text = "a b " * 900_000
-body = '{"prompt": "' + text + '"}'
-head = "POST /tokenize HTTP/1.1\\r\\nHost: here\\r\\nContent-Type: application/json\\r\\nContent-Length: "
-connection.sendall(f"{head}{len(body)}\\r\\n\\r\\n{body}".encode())
+body = json.dumps({"prompt": [[5] * 1900] * 10, "echo": True, "logprobs": 20, "max_tokens": 1})  # 10 MB are the answer
+head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\n"
+connection.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
 print(connection.recv(12).decode(), flush=True)
 while connection.recv(1):
     pass

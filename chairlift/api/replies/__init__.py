@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from chairlift.api.http.unread import PIECE_BYTES, UNREAD
 from chairlift.api.wire import ErrorDetail, NamedEvent
 from chairlift.params import RequestOutput
 
@@ -32,6 +33,7 @@ class Reply(ABC):
 
     id: str  # by which the client knows it
     keep_alive = KEEP_ALIVE  # the event that keeps a silent stream alive
+    num_repeated = 0  # bytes of the request that the reply repeats, and a streamed one repeatedly
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
@@ -90,6 +92,7 @@ class EventStream:
         self._request = request
         self._keep_alive_event = keep_alive.encode()
         self._num_sent = 0
+        self._is_amid_event = False  # of which pieces have been sent: nothing else may come between
         self._opening = asyncio.Lock()
         self._beat: asyncio.Task[None] | None = None
 
@@ -111,9 +114,14 @@ class EventStream:
         await asyncio.gather(beat, return_exceptions=True)
 
     async def send(self, *events: str) -> None:
-        """Writes events. Waits while the client reads slowly; see `Connection` for clients that stop reading."""
-        if events:
-            await self._write("".join(events).encode())
+        """Writes events. Waits while the client reads slowly; see `Connection` for clients that stop reading.
+
+        Raises `ClientTooBusy` or `ServerTooBusy` if so much is unread already that there is no room for large ones.
+        """
+        if sum(map(len, events)) <= PIECE_BYTES:
+            events = ("".join(events),)
+        for each in filter(None, events):
+            await self._write(each.encode())
 
     async def close(self) -> None:
         """Ends the reply, after the last event."""
@@ -121,16 +129,26 @@ class EventStream:
 
     async def _write(self, data: bytes) -> None:
         self._num_sent += 1
+        if len(data) <= PIECE_BYTES:
+            await self._write_piece(data)
+            return
+        self._is_amid_event = True
+        try:
+            await self._request.app[UNREAD].send(self._request, data, self._write_piece)
+        finally:
+            self._is_amid_event = False
+
+    async def _write_piece(self, data: bytes | memoryview) -> None:
         if not self.response.prepared:
             async with self._opening:
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
-        await self.response.write(data)
+        await self.response.write(data)  # waits if more than a piece is unread
 
     async def _keep_alive(self) -> None:
         with contextlib.suppress(ConnectionError):  # the next write will notice
             while True:
                 num_sent = self._num_sent
                 await asyncio.sleep(KEEP_ALIVE_S)
-                if self._num_sent == num_sent:
+                if self._num_sent == num_sent and not self._is_amid_event:
                     await self._write(self._keep_alive_event)

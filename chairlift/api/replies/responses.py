@@ -13,6 +13,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, NewReader, Part
@@ -24,6 +25,7 @@ from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
 from chairlift.engine.text.tokenizer import Message
 from chairlift.engine.text.vocabulary import Vocabulary
+from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _PREFIXES: dict[type[Piece], str] = {ContentPiece: "msg", ReasoningPiece: "rs", CallPiece: "fc"}  # of ids
@@ -36,6 +38,9 @@ _SAMPLING = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
 _REPEATED = {  # fields of the request, repeated unchanged
     *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key")
 }
+MAX_REPEATED_BYTES = 2**20
+"""Limit on what a reply repeats of its request, without the instructions."""
+
 _NUMBER = '"sequence_number":0'  # no text comes before it
 
 
@@ -62,6 +67,8 @@ class ResponsesReply(ConversationReply):
         self._numbers = count()
         self._keep = keep
         self._start = _response_at_its_start(self.id, body, params, model)
+        self.num_repeated = len(self._start.model_dump_json().encode())
+        _check_repeated(self.num_repeated - len(to_json(self._start.instructions)))
 
     def whole(self, outputs: list[RequestOutput]) -> wire.ResponseObject:
         (output,) = outputs
@@ -213,6 +220,16 @@ class ResponsesReply(ConversationReply):
         if self._keep is not None:
             self._keep(final)
         return final
+
+
+def _check_repeated(num_bytes: int) -> None:
+    """Refuses what would cost memory while a client does not read. Instructions are limited as a part of the prompt."""
+    if num_bytes > MAX_REPEATED_BYTES:
+        raise InvalidRequest(
+            f"tools: what the reply repeats of the request, the tools above all, has {num_bytes} bytes as JSON; at most"
+            f" {MAX_REPEATED_BYTES} are possible, also with tool_choice none",
+            "tools",
+        )
 
 
 def _response_at_its_start(

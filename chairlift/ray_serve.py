@@ -49,6 +49,7 @@ _READ_BUFFER_BYTES = 2**20
 
 _DECIDED_BY_RAY = {
     "api_workers": "a replica is one process; set num_replicas",
+    "worker_timeout": "a replica is one process",
     "drain_delay": "Ray sends no requests to a replica that is shutting down",
     "log_format": "Ray writes the log",
     "log_interval": "Ray's metrics have the same values",

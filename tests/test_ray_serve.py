@@ -134,7 +134,7 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
 WITHOUT_EFFECT = ("allowed_host", "api_workers", "client_timeout", "drain_delay", "host", "idle_timeout")
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "log_format", "log_interval", "port"])
+@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "log_format", "log_interval", "port", "worker_timeout"])
 def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
     from chairlift.api import ServerConfig
     from chairlift.ray_serve import build_app

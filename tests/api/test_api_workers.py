@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.api.workers.crew import Restarts
 from tests.api.fault_support import HANGING, SERVE_WITH_WORKERS, SLOW
 from tests.api.test_process import chunks
 from tests.support.server_process import SERVE, Process, long_stream, running
@@ -108,6 +110,20 @@ def answer_of(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[in
 FLAGS = ("--max-batch-size", "4", "--max-queue-size", "4", "--dtype", "float32", "--no-enable-prefix-caching")
 TWO = ("--api-workers", "2")
 SLOW_WORKERS = SLOW + SERVE_WITH_WORKERS
+# Workers cannot start while there is a file at the address in the variable TROUBLE, but for the first two.
+FAILING = """
+import os
+from chairlift.engine.async_llm import AsyncLLM
+
+make = AsyncLLM.of
+
+def fail(link, grammars, number):
+    if number >= 2 and os.path.exists(os.environ["TROUBLE"]):
+        raise RuntimeError("no luck")
+    return make(link, grammars, number)
+
+AsyncLLM.of = fail
+"""
 LONG, LONGEST = long_stream(200), long_stream(2000)  # one and ten seconds at least
 KEYS = ("--api-key", "one", "--api-key", "two")
 
@@ -212,6 +228,25 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced(
     assert [re.sub(".* ERROR +", "", line) for line in errors] == [
         "an API worker has ended, and with it the requests that it served; another one is started\n"
     ]
+
+
+def test_workers_that_do_not_last_are_replaced_later_and_later() -> None:
+    restarts = Restarts()
+    assert [restarts.delay_after(lasted=False) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert [restarts.delay_after(lasted) for lasted in (True, False, False)] == [0, 0, 1]
+
+
+@pytest.mark.slow
+def test_replacements_that_fail_do_not_hold_up_the_next_good_one(tmp_path: Path) -> None:
+    trouble = tmp_path / "trouble"
+    trouble.touch()
+    with running(FAILING + SLOW_WORKERS, *TWO, *FLAGS, TROUBLE=str(trouble)) as process:
+        os.kill(min(workers_of(process)), signal.SIGKILL)
+        process.until_logged("an API worker ended before it was ready; this is tried again", 3)
+        trouble.unlink()
+        until(lambda: len(workers_of(process)) == 2, "there is another one")
+        with client_of_each(process) as (here, there):
+            assert [client.get("/health").status_code for client in (here, there)] == [200, 200]
 
 
 @pytest.mark.slow

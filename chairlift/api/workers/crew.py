@@ -187,6 +187,8 @@ class Crew:
                 logger.error("an API worker has ended, and with it the requests that it served; another one is started")
             elif self._num_ready < self._size:
                 raise ConfigurationError("an API worker did not start; the log says why")
+            else:
+                logger.error("an API worker ended before it was ready; this is tried again")
             await self._pause(restarts.delay_after(worker is not None and worker.lasted))
 
     @property

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -118,10 +118,8 @@ class EventStream:
 
         Raises `ClientTooBusy` or `ServerTooBusy` if so much is unread already that there is no room for large ones.
         """
-        if sum(map(len, events)) <= PIECE_BYTES:
-            events = ("".join(events),)
-        for each in filter(None, events):
-            await self._write(each.encode())
+        for group in _in_groups(events):
+            await self._write(group.encode())
 
     async def close(self) -> None:
         """Ends the reply, after the last event."""
@@ -152,3 +150,17 @@ class EventStream:
                 await asyncio.sleep(KEEP_ALIVE_S)
                 if self._num_sent == num_sent and not self._is_amid_event:
                     await self._write(self._keep_alive_event)
+
+
+def _in_groups(events: Sequence[str]) -> Iterator[str]:
+    """Events, joined as long as they fit into one piece; larger ones stay alone."""
+    group: list[str] = []
+    num_characters = 0
+    for each in events:
+        if group and num_characters + len(each) > PIECE_BYTES:
+            yield "".join(group)
+            group, num_characters = [], 0
+        group.append(each)
+        num_characters += len(each)
+    if num_characters:
+        yield "".join(group)

@@ -20,6 +20,7 @@ from chairlift.errors import CheckpointError, named
 from chairlift.models.attention import Attend
 from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig
 from chairlift.models.families import read_dtype, refuse_unreadable
+from chairlift.models.rope import check_rope_numbers
 
 ATTENTION, _RECORD = "chairlift", "chairlift_record"  # names of attention functions
 _NUM_RECORDED_TOKENS = 3
@@ -172,11 +173,14 @@ def _fix_rope(config: Any) -> int:
     """The positions up to which rope is the same for every sequence, beyond which the model is not run."""
     longest: int = config.max_position_embeddings
     given = getattr(config, "rope_parameters", None) or {}
+    if given:
+        config.standardize_rope_params()  # as a model's construction does
     for rope in [each for each in given.values() if isinstance(each, dict)] or [given]:
+        check_rope_numbers(rope)
         if rope.get("rope_type") == "dynamic":
             rope["rope_type"] = "default"  # which it equals up to that length
         elif rope.get("rope_type") == "longrope":
-            longest = min(longest, rope["original_max_position_embeddings"])
+            longest = min(longest, int(rope["original_max_position_embeddings"]))
     return longest
 
 

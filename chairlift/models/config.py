@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from chairlift.config import DType
 from chairlift.models.attention import AttentionConfig
 
+MAX_POSITIONS = 2**31 - 1
+"""The longest context of any model: positions are numbers of 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -22,7 +25,7 @@ class RopeConfig:
     @property
     def original_length(self) -> int | None:
         """Positions up to which results do not depend on the longest sequence; None: none ever does."""
-        length: int = dict(self.parameters).get("original_max_position_embeddings", 0)
+        length = int(dict(self.parameters).get("original_max_position_embeddings", 0))
         return length if self.kind in ("dynamic", "longrope") else None
 
     @property

@@ -12,7 +12,8 @@ from torch import nn
 from chairlift.models.attention import Attend
 from chairlift.models.config import ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, rope_tables, soft_cap
+from chairlift.models.layers import GatedMLP, Linear, RMSNorm, can_pack, soft_cap
+from chairlift.models.rope import apply_rope, rope_tables
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -130,7 +131,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self.num_positions = num_positions or max_seq_len
         self.ropes = {
-            rope: rope_tables(rope, self.config.head_dim, max_seq_len, self.device, self.num_positions).to(self.dtype)
+            rope: rope_tables(rope, self.config.head_dim, max_seq_len, self.device, self.num_positions, self.dtype)
             for rope in {layer.rope for layer in self.config.layers if layer.rope is not None}
         }
 

@@ -14,15 +14,8 @@ import transformers
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.config import LAYER_TYPES, Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
+from chairlift.models.rope import read_rope
 
-_ROPE_FIELDS = {
-    "default": (),
-    "dynamic": ("factor",),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -40,6 +33,7 @@ class Family:
     config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
     differences: dict[str, Any]  # fields of ModelConfig: what they always are, or a function of that class's object
     has_windows: bool = False  # in the layers that layer_types says, or in all
+    is_partly_rotated: bool = False  # rope turns the share of a head that partial_rotary_factor says
     ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
 
 
@@ -71,7 +65,7 @@ FAMILIES = {
         ropes=lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
     ),
     "GraniteForCausalLM": Family("GraniteConfig", {**_BIASES, **_MULTIPLIERS}),
-    "Phi3ForCausalLM": Family("Phi3Config", {"has_fused_tensors": True}, has_windows=True),
+    "Phi3ForCausalLM": Family("Phi3Config", {"has_fused_tensors": True}, has_windows=True, is_partly_rotated=True),
     "Olmo2ForCausalLM": Family("Olmo2Config", {**_ATTENTION_BIAS, "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS}),
     "Gemma2ForCausalLM": Family(
         "Gemma2Config", {**_GEMMA, "attention_softcap": attrgetter("attn_logit_softcapping")}, has_windows=True
@@ -80,7 +74,7 @@ FAMILIES = {
         "Gemma3TextConfig",
         {**_GEMMA, "qk_norm": QKNorm.HEAD},
         has_windows=True,
-        ropes=lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
+        ropes=lambda config: _ropes_by_type(config),
     ),
     "SeedOssForCausalLM": Family("SeedOssConfig", {**_BIASES, "has_output_bias": attrgetter("attention_out_bias")}),
     "InternLM3ForCausalLM": Family(  # not every version of transformers has its class, and Llama's keeps unknown fields
@@ -106,9 +100,11 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     refuse_unreadable(raw)
     config: Any = getattr(transformers, family.config).from_dict(raw)
     _check_sizes(config)
+    # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
+    config.standardize_rope_params()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    ropes = [None if rope is None else read_rope(rope, config.max_position_embeddings) for rope in family.ropes(config)]
     windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
+    ropes = _read_ropes(family, config, head_dim)
     differences = {
         name: value(config) if callable(value) else value
         for name, value in {"attention_scale": head_dim**-0.5, **family.differences}.items()
@@ -129,6 +125,31 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         activation=_read_activation(config),
         **differences,
     )
+
+
+def _ropes_by_type(config: Any) -> list[Any]:
+    by_type = {kind: config.rope_parameters.get(kind) for kind in config.layer_types}
+    if without := sorted(kind for kind, rope in by_type.items() if not isinstance(rope, dict)):
+        raise CheckpointError(f"rope_parameters has none for layers of type {named(without[0])}")
+    for rope in by_type.values():
+        rope.pop("truncate", None)  # transformers looks for it beside the types, where it is not
+    return [by_type[kind] for kind in config.layer_types]
+
+
+def _read_ropes(family: Family, config: Any, head_dim: int) -> list[RopeConfig | None]:
+    """Each layer's. CheckpointError as for `read_rope`, and if there are not as many as layers."""
+    given: list[Any] = family.ropes(config)
+    read: dict[int, RopeConfig] = {}
+    if len(given) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"it has rope for {len(given)} layers, and num_hidden_layers is {config.num_hidden_layers}"
+        )
+    for rope in given:
+        if rope is not None and id(rope) not in read:  # layers share them
+            read[id(rope)] = read_rope(
+                rope, config.max_position_embeddings, head_dim, is_partly_rotated=family.is_partly_rotated
+            )
+    return [None if rope is None else read[id(rope)] for rope in given]
 
 
 def _read_windows(config: Any) -> list[int | None]:
@@ -172,20 +193,3 @@ def read_dtype(config: Any) -> DType:
     if name not in tuple(DType):
         raise CheckpointError(f"dtype {named(name)} is not supported, only {', '.join(DType)}")
     return DType(name)
-
-
-def read_rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """From a config's `rope_parameters`. CheckpointError for a kind that is not known, or a factor that is missing."""
-    kind = parameters.get("rope_type", "default")
-    if kind not in _ROPE_FIELDS or "mrope_section" in parameters:
-        kind = "mrope" if kind in _ROPE_FIELDS else kind
-        raise CheckpointError(f"rope type {shown(kind)} is not supported, only {', '.join(_ROPE_FIELDS)}")
-    if missing := [name for name in _ROPE_FIELDS[kind] if parameters.get(name) is None]:
-        raise CheckpointError(f"rope type {kind} needs {', '.join(missing)}")
-    given = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
-    if kind == "dynamic":
-        given["original_max_position_embeddings"] = max_position_embeddings
-    if kind == "longrope" and given.get("factor") is None:
-        given["factor"] = max_position_embeddings / given["original_max_position_embeddings"]
-    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return RopeConfig(parameters.get("rope_theta", 10000.0), kind, tuple(sorted(frozen.items())))

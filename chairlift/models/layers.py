@@ -2,16 +2,13 @@
 
 import platform
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.device import compiled_on_gpu
-from chairlift.models.config import Activation, ModelConfig, RopeConfig
+from chairlift.models.config import Activation, ModelConfig
 from chairlift.models.grouped import GroupedWeight
 
 
@@ -134,59 +131,6 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`[T, 2 N] -> [T, N]`"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
-
-
-# --- rotary position embedding (Su et al. 2021)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple[torch.Tensor, float]:
-    """float32 `[rotated / 2]`, the angle per position of each pair of dimensions; and the factor of cos and sin.
-
-    The first `rotated` dimensions of a head rotate. Rules that depend on a sequence's length (dynamic, longrope) get
-    `max_seq_len`, since keys in the cache cannot be rotated again when their sequence grows. So results are those of
-    transformers if `max_seq_len` is within the original length, otherwise those for the longest sequence.
-    """
-    given = dict(rope.parameters)
-    if rope.kind == "default":
-        rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-        return 1.0 / rope.theta**exponents, 1.0
-    config: Any = SimpleNamespace(  # what the rules read of a config
-        head_dim=head_dim,
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        max_position_embeddings=given.get("original_max_position_embeddings"),
-        rope_parameters={"rope_theta": rope.theta, **given},
-        standardize_rope_params=lambda: None,
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"), seq_len=max_seq_len)
-    return frequencies, float(factor)
-
-
-def rope_tables(
-    rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device, num_positions: int | None = None
-) -> torch.Tensor:
-    """Cosines and sines of `num_positions` (None: `max_seq_len`): float32 `[2, num_positions, rotated]`.
-
-    Both halves of `rotated` are alike.
-    """
-    frequencies, factor = rope_frequencies(rope, head_dim, max_seq_len)
-    positions = torch.arange(num_positions or max_seq_len, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, frequencies.to(device))
-    angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack((angles.cos(), angles.sin())) * factor
-
-
-@compiled_on_gpu
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R dimensions of heads `[T, H, D]` by their positions' angles `[T, 1, R]`.
-
-    Halves of the R are paired, as in Hugging Face.
-    """
-    rotated = x[..., : cos.shape[-1]]
-    low, high = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
-    return rotated if cos.shape[-1] == x.shape[-1] else torch.cat((rotated, x[..., cos.shape[-1] :]), dim=-1)
 
 
 @compiled_on_gpu

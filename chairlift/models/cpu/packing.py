@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from chairlift.models.config import RopeConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import rope_tables
+from chairlift.models.rope import rope_tables
 
 LANES = 16
 DEPTH_ALIGNMENT = 64

@@ -15,6 +15,7 @@ import torch
 
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.config import LAYER_TYPES, NORM_NAMES, ModelConfig
+from chairlift.models.families import FAMILIES
 from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, read_tensor
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor
@@ -195,7 +196,9 @@ def describe_gguf(file: GGUFFile) -> _Config:
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         **_sizes(file, fields),
     }
-    config["rope_parameters"] = _rope(file, fields, config, architecture)
+    rope = config["rope_parameters"] = _rope(file, fields, config)
+    if original := rope.get("original_max_position_embeddings"):
+        config["original_max_position_embeddings"] = original  # without it, a class's default would replace rope's
     config |= {theirs: fields.number(ours) for ours, theirs in architecture.numbers.items() if fields.has(ours)}
     if "sliding_window" in config:
         config["sliding_window"] = int(config["sliding_window"])
@@ -265,10 +268,11 @@ def _sizes(file: GGUFFile, fields: _Fields) -> _Config:
     }
 
 
-def _rope(file: GGUFFile, fields: _Fields, config: _Config, architecture: _Architecture) -> _Config:
+def _rope(file: GGUFFile, fields: _Fields, config: _Config) -> _Config:
     """`rope_parameters`, with the factors in tensors."""
     head_dim, num_rotated = config["head_dim"], fields.size("rope.dimension_count", config["head_dim"])
-    if num_rotated > head_dim or num_rotated % 2 or (architecture.is_interleaved and num_rotated < head_dim):
+    is_partly_rotated = FAMILIES[config["architectures"][0]].is_partly_rotated
+    if num_rotated > head_dim or num_rotated % 2 or (num_rotated < head_dim and not is_partly_rotated):
         raise CheckpointError(f"rope over {num_rotated} of {head_dim} elements of a head is not supported")
     rope: _Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10_000.0)}
     if num_rotated < head_dim:

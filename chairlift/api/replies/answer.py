@@ -56,9 +56,10 @@ class Answer:
         """All text of this kind."""
         return "".join(part.text for part in self.parts if part.kind is kind)
 
-    def read(self, text: str, is_last: bool) -> list[tuple[Part, Piece]]:
-        """The pieces in the new text, each with the part that it extends."""
-        pieces = [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last)]
+    def read(self, text: str, reason: FinishReason | None) -> list[tuple[Part, Piece]]:
+        """The pieces in the new text, each with the part that it extends. `reason`: why no more text follows."""
+        is_last, is_whole = reason is not None, reason is FinishReason.STOP
+        pieces = [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last, is_whole)]
         for part, piece in pieces:
             part.text += piece.text
         return pieces
@@ -90,10 +91,10 @@ class ConversationReply(Reply):
         self._open: Part | None = None
         self._telling: TextEvent | None = None  # with more text of the open part
 
-    def _take(self, text: str, is_last: bool = False) -> list[str]:
-        """Events for the new text of the answer."""
+    def _take(self, text: str, reason: FinishReason | None = None) -> list[str]:
+        """Events for the new text of the answer; `reason`: why no more follows."""
         events: list[str] = []
-        for part, piece in self._answer.read(text, is_last):
+        for part, piece in self._answer.read(text, reason):
             if part is not self._open:
                 events += self._begin(part)
             events += self._grow(part, piece.text)

@@ -33,7 +33,7 @@ class MessagesReply(ConversationReply):
     def whole(self, outputs: list[RequestOutput]) -> wire.AnthropicMessage:
         (output,) = outputs
         (choice,) = output.outputs
-        self._answer.read(choice.text, is_last=True)
+        self._answer.read(choice.text, choice.finish_reason)
         blocks = [self._block(part, self._told(part)) for part in self._answer.parts]
         return self._message(output, content=blocks, **self._end(choice).model_dump())
 
@@ -47,9 +47,8 @@ class MessagesReply(ConversationReply):
         news = self._progress.advance(choice)
         if news is None:
             return events
-        has_ended = news.finish_reason is not None
-        events += self._take(news.text, has_ended)
-        return events + (self._close() if has_ended else [])
+        events += self._take(news.text, news.finish_reason)
+        return events + ([] if news.finish_reason is None else self._close())
 
     def closing(self) -> list[str]:
         assert self._latest is not None, "a generation has at least one output"

@@ -129,7 +129,7 @@ class ChatReply(_ChoicesReply):
     def _whole_choice(self, choice: CompletionOutput) -> wire.ChatChoice:
         news = self._progress[choice.index].advance(choice)
         answer = self._answers[choice.index]
-        answer.read(choice.text, is_last=True)
+        answer.read(choice.text, choice.finish_reason)
         content, thoughts = answer.text_of(ContentPiece), answer.text_of(ReasoningPiece) or None
         calls = [_call(call, name=call.name, arguments=call.text) for call in answer.calls]
         return wire.ChatChoice(
@@ -151,9 +151,9 @@ class ChatReply(_ChoicesReply):
         news = self._progress[choice.index].advance(choice)
         if news is None:
             return []
-        has_ended = news.finish_reason is not None
-        pieces = self._answers[choice.index].read(news.text, has_ended)
-        if self._tells_text_only and not has_ended and not any(part.kind is CallPiece for part, _ in pieces):
+        pieces = self._answers[choice.index].read(news.text, news.finish_reason)
+        is_text = self._tells_text_only and news.finish_reason is None
+        if is_text and not any(part.kind is CallPiece for part, _ in pieces):
             return [self._text_event(choice.index, part.kind, piece.text) for part, piece in pieces]
         return [event(self._chunk([each])) for each in self._chunk_choices(choice, pieces, news)]
 

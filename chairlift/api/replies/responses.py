@@ -134,7 +134,7 @@ class ResponsesReply(ConversationReply):
         return events + (self._end(news.finish_reason) if news.finish_reason is not None else [])
 
     def _end(self, reason: FinishReason) -> list[str]:
-        events = self._take("", is_last=True)
+        events = self._take("", reason)
         if self._open is None:  # an empty answer becomes an empty message
             events += self._begin(self._answer.begin(ContentPiece))
         assert self._open is not None

@@ -129,9 +129,11 @@ class AnswerReader:
         """True once all wanted calls were read."""
         return self._pieces.is_full
 
-    def push(self, text: str, is_last: bool = False) -> list[Piece]:
-        """The pieces known from the text so far and not yet returned. `is_last`: no more text follows."""
-        self._text.feed(text, is_last)
+    def push(self, text: str, is_last: bool = False, is_whole: bool = False) -> list[Piece]:
+        """The pieces known from the text so far and not yet returned. `is_last`: no more text follows; `is_whole`: not
+        because of a limit, so that a call which is still open has ended.
+        """
+        self._text.feed(text, is_last, is_whole)
         next(self._reading, None)
         if self._text.tap is not None:
             self._text.tap(self._text.take())

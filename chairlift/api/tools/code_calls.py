@@ -6,10 +6,12 @@ written. Anything malformed after complete arguments ends the call, and is conte
 
 import json
 import re
+from collections.abc import Callable, Collection
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
-from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal
+from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, whole_characters
 
+_ENDS_OF_VALUES = ("</parameter>", "</function>", "</tool_call>", "<parameter=")
 _IN_TAG = re.compile(r"[^<>\n]*")
 _IN_LITERAL = re.compile(r"""[^"'(){}\[\],]*""")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -21,58 +23,96 @@ class Qwen3Coder(CallFormat):
     other_openings = ("<function=",)
     has_types = False
     between = "\n"
-    _ends = ("\n</parameter>", "</parameter>")
+
+    @property
+    def closings(self) -> tuple[str, ...]:
+        return (self.closing, "</function>", "</parameter>")
 
     def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:
         name = yield from self._read_tag(text, "<function=")
         if not name:
             return False
+        head = text.position
         properties = schemas.get(name, {}).get("properties")
-        schema_of = properties if isinstance(properties, dict) else {}
+        known = properties if isinstance(properties, dict) else {}
         num_read = 0
         while key := (yield from self._read_tag(text, "<parameter=")):
             _begin_argument(text, out, name, key, num_read)
-            if not (yield from self._read_value(text, out, schema_of.get(key))):
+            if not (yield from self._read_value(text, out, known.get(key), known)):
                 out.end_call()
                 return True
             num_read += 1
         is_closed = yield from text.accept("</function>")
         if not num_read and not is_closed:
-            return False
-        _end_call(text, out, name, num_read, is_closed)
+            if not (yield from text.accept_one_of((self.closing, *self.beginnings))):
+                return False
+            text.back_to(head)
+        _end_call(text, out, name, num_read, is_closed or not num_read)
         return True
 
     def _read_tag(self, text: Text, begin: str) -> Reading[str]:
-        """The name in a tag; empty if none comes next."""
+        """The name in a tag, before which the end of an element may stand that was not begun; empty if none comes next.
+
+        Models quote the name at times, or forget the bracket at the end of its line.
+        """
+        position = text.position
+        while (yield from text.accept("</parameter>")):
+            position = text.position
+        text.back_to(position)
         if not (yield from text.accept(begin)):
             return ""
         name = (yield from text.word(_IN_TAG)).strip()
-        return name if (yield from text.accept(">")) else ""
+        if len(name) > 2 and name[0] == name[-1] and name[0] in "\"'":
+            name = name[1:-1]
+        return name if (yield from text.accept(">")) or (yield from text.peek()) == "<" else ""
 
-    def _read_value(self, text: Text, out: PieceBuffer, schema: object) -> Reading[bool]:
-        """Reads up to the end of an element; False if the answer ends before. One line break at each end does
-        not belong to the value.
+    def _read_value(self, text: Text, out: PieceBuffer, schema: object, known: Collection[str]) -> Reading[bool]:
+        """Reads up to the end of an element; False if the answer was cut off before. One line break at each end does
+        not belong to the value. `known`: the function's parameters.
         """
         if (yield from text.peek()) == "\n":
             text.advance()
         text.take()
         if is_text(schema):
             out.arguments('"')
-            is_whole = yield from text.pass_on_up_to(self._ends, lambda part: out.arguments(_escaped(part)))
+            is_whole = yield from self._pass_on_value(text, lambda part: out.arguments(_escaped(part)), known)
             out.arguments('"' if is_whole else "")
         else:
             parts: list[str] = []
             yield from text.value()  # a mark in a JSON string does not end the value
             after_value = text.position
-            is_json = yield from text.accept("</parameter>")
+            is_json = yield from self._is_at_end_of_value(text, known)
             text.back_to(after_value if is_json else 0)
-            is_whole = yield from text.pass_on_up_to(self._ends, parts.append)
-            raw = ("".join(parts) + text.take()).strip()
+            parts.append(text.take())
+            is_whole = yield from self._pass_on_value(text, parts.append, known)
+            raw = "".join(parts).strip()
             out.arguments(_value_text(raw, schema) if is_whole else raw)
-        if is_whole:
-            yield from text.accept("</parameter>")
-            text.take()
         return is_whole
+
+    def _pass_on_value(self, text: Text, add: Callable[[str], None], known: Collection[str]) -> Reading[bool]:
+        """Passes on the rest of a value, and reads its end; False if the answer was cut off before."""
+        marks = [line_break + mark for mark in _ENDS_OF_VALUES for line_break in ("\n", "")]
+        while (yield from text.pass_on_up_to(marks, add)):
+            if (yield from self._is_at_end_of_value(text, known)):
+                yield from text.accept("</parameter>")
+                text.take()
+                return True
+            text.advance()
+            add(text.take())
+        return text.is_whole
+
+    def _is_at_end_of_value(self, text: Text, known: Collection[str]) -> Reading[bool]:
+        """Whether a mark that comes next ends a value, and is not part of it: models forget the right one."""
+        position = text.position
+        if (yield from text.accept_one_of(("</parameter>", self.closing))):
+            is_end = True
+        elif (yield from text.accept("</function>")):
+            is_end = (yield from text.accept_one_of((self.closing, *self.beginnings))) or text.is_at_end
+        else:
+            key = yield from self._read_tag(text, "<parameter=")
+            is_end = bool(key) and (not known or key in known)
+        text.back_to(position)
+        return is_end
 
 
 class Pythonic(CallFormat):
@@ -80,7 +120,7 @@ class Pythonic(CallFormat):
     closing = "<|python_end|>"
     brackets = ("[", "]")
     between = ", "
-    is_bare = True
+    bare_opening = "["
 
     def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         return (yield from text.accept("[")) and (yield from self.read_list(text, out, self._read_call))
@@ -98,11 +138,11 @@ class Pythonic(CallFormat):
             _begin_argument(text, out, name, key, num_read)
             yield from _read_literal(text)
             raw = text.take().strip()
-            if text.is_at_end:
+            value = json_of_literal(raw)
+            if text.is_at_end and (value is None or not text.is_whole):
                 out.arguments(raw)
                 out.end_call()
                 return True
-            value = json_of_literal(raw)
             out.arguments(_quoted(raw) if value is None else value)
             num_read += 1
             yield from text.accept(",")
@@ -180,7 +220,7 @@ def _types_of(schema: object) -> set[str]:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(whole_characters(text), ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from chairlift.api.tools.text import WHITESPACE, PieceBuffer, Reading, Text
 
+_EXCESS = re.compile(r"[ \t\n\r}\])`]*")
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 Schemas = Mapping[str, dict[str, Any]]
@@ -26,7 +27,23 @@ class CallFormat(ABC):
     brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls after an opening; empty: none
     between: ClassVar[str]  # separates two calls, as chat templates write them
     has_types: ClassVar[bool] = True  # written values show their types without the schemas
-    is_bare: ClassVar[bool] = False  # a call needs no opening where an answer begins and after another call
+    bare_opening: ClassVar[str] = ""  # how a call begins where an answer begins or another call ends; empty: marked
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a call needs no opening mark where an answer begins and after another call."""
+        return bool(self.bare_opening)
+
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """What closes a call or its parts."""
+        return (self.closing,) if self.closing else ()
+
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        """What a further call may begin with."""
+        bare = (self.between.strip(), self.bare_opening) if self.is_bare else ()
+        return (self.opening, *self.other_openings, *bare)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -35,16 +52,21 @@ class CallFormat(ABC):
 
     def read(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[None]:
         """Reads an answer, or the rest after its thoughts. All text after the last wanted call is dropped."""
-        may_be_bare = self.is_bare
+        yield from self._skip_closings(text)
+        may_be_bare, is_closed = self.is_bare, True
         openings = (self.opening, *self.other_openings)
         while not out.is_full:
             held = "" if self.is_bare else WHITESPACE
-            if not may_be_bare and not (yield from text.pass_on_up_to(openings, out.content, held)):
+            marks = openings if is_closed else (*openings, self.closing)
+            if not may_be_bare and not (yield from text.pass_on_up_to(marks, out.content, held)):
                 return
-            yield from text.accept(self.opening)
+            if not is_closed and (is_closed := (yield from self._skip_closings(text))):
+                continue
+            while (yield from text.accept(self.opening)):
+                pass  # some models write it twice
             is_call = yield from self.read_calls(text, out, schemas)
             if is_call:
-                yield from self._read_closing(text)
+                is_closed = yield from self._read_closing(text)
             else:
                 out.content(text.take())
             may_be_bare = is_call and self.is_bare
@@ -56,23 +78,46 @@ class CallFormat(ABC):
     def read_list(
         self, text: Text, out: PieceBuffer, read_one: Callable[[Text, PieceBuffer], Reading[bool]]
     ) -> Reading[bool]:
-        """Reads calls up to the closing bracket. False if the first is not one."""
+        """Reads calls up to the closing bracket, even without commas. False if the first is not one."""
         if not (yield from read_one(text, out)):
             return False
-        while not out.is_full and (yield from text.accept(",")):
+        while not out.is_full:
+            yield from text.accept(",")
+            if (yield from text.accept("]")):
+                text.take()
+                break
             if not (yield from read_one(text, out)):
-                return True
-        if (yield from text.accept("]")):
-            text.take()
+                text.back_to(0)
+                break
         return True
 
-    def _read_closing(self, text: Text) -> Reading[None]:
-        """Reads what closes a call, and what separates it from the next call or the end of the answer."""
-        if self.closing and (yield from text.accept(self.closing)):
-            text.take()
+    def _read_closing(self, text: Text) -> Reading[bool]:
+        """Reads what closes a call, and what separates it from the next call or the end of the answer. False if the
+        closing mark may still come.
+        """
+        yield from self._skip_excess(text)
+        is_closed = yield from self._skip_closings(text)
         if not self.brackets[0]:
             yield from text.accept(self.between.strip())
         yield from text.skip()
         text.take_tail_of(self.closing)
         if not self.is_bare:
             text.back_to(0)
+        return is_closed or not self.closing
+
+    def _skip_closings(self, text: Text) -> Reading[bool]:
+        """Skips closing marks, also some that close nothing; False if none comes next."""
+        is_any = False
+        while (yield from text.accept_one_of(self.closings)):
+            text.take()
+            is_any = True
+        text.back_to(0)
+        return is_any
+
+    def _skip_excess(self, text: Text) -> Reading[None]:
+        """Skips brackets that close nothing, unless they belong to a text that follows."""
+        yield from text.skip(_EXCESS)
+        position = text.position
+        is_excess = text.is_at_end or (yield from text.accept_one_of((*self.closings, *self.beginnings)))
+        text.back_to(position if is_excess else 0)
+        text.take()

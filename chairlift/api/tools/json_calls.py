@@ -1,15 +1,18 @@
 """Calls that are JSON: Hermes', Llama 3's and Mistral's.
 
-If the name comes first and the arguments second, as models are taught, arguments are passed on while they are written;
-if such a call is malformed, its rest goes into its arguments. Any other JSON object is held until it is complete: it is
-a call if it has what a call needs, else it is content, with its marks.
+If the name comes first and the arguments second, as models are taught, arguments are passed on while they are written,
+as JSON whatever the model writes; if such a call is malformed, its rest goes into its arguments. Any other JSON object
+is held until it is complete: it is a call if it has what a call needs, else it is content, with its marks.
 """
 
 import json
+import re
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
+from chairlift.api.tools.mending import JsonMender, mended
 from chairlift.api.tools.text import PieceBuffer, Reading, Text, is_sendable, parsed
 
+_BETWEEN_OBJECTS = re.compile(r"[ \t\n\r}\]),;]*")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
@@ -30,9 +33,9 @@ class JsonCallFormat(CallFormat):
         if name:
             text.take()
             out.begin_call(name)
-            is_value = yield from self.read_arguments(text, out)
+            yield from self.read_arguments(text, out)
             out.end_call()
-            if is_value and not (yield from _read_rest(text)) and not text.is_at_end:
+            if not (yield from _read_rest(text)) and not text.is_at_end:
                 text.back_to(0)  # the arguments are complete; anything malformed after them is not part of the call
             text.take()
             return True
@@ -49,19 +52,20 @@ class JsonCallFormat(CallFormat):
         out.end_call()
         return True
 
-    def read_arguments(self, text: Text, out: PieceBuffer) -> Reading[bool]:
-        """Reads the arguments of the current call. If they are not JSON, False, and they extend to a mark."""
+    def read_arguments(self, text: Text, out: PieceBuffer) -> Reading[None]:
+        """Reads the arguments of the current call, up to their end or a mark."""
         yield from text.skip()
         text.take()
-        if (yield from text.peek()) in ("{", "["):
-            text.tap = out.arguments
-        is_value = yield from text.value()
-        raw = text.take()
-        out.arguments(_arguments_text(raw) if is_value and text.tap is None else raw)
-        text.tap = None
-        if not is_value:
-            yield from text.pass_on_up_to([self.closing or self.opening], out.arguments)
-        return is_value
+        if (yield from text.peek()) == '"':
+            is_whole = yield from text.string()
+            raw = text.take()
+            out.arguments(_arguments_text(raw) if is_whole else raw)
+        elif (yield from text.accept("null")):
+            text.take()
+            out.arguments("{}")
+        else:
+            marks = [mark for mark in (self.closing, self.opening) if mark]
+            yield from JsonMender(text, out.arguments, marks).read()
 
 
 class Hermes(JsonCallFormat):
@@ -69,11 +73,24 @@ class Hermes(JsonCallFormat):
     closing = "</tool_call>"
     between = "\n"
 
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+        """Reads an object, as models are taught, or several, or a list, perhaps in a fence of Markdown."""
+        yield from text.accept_one_of(("```json", "```"))
+        is_list = yield from text.accept("[")
+        is_call = yield from (self.read_list(text, out, self.read_object) if is_list else self.read_object(text, out))
+        while is_call and not out.is_full:
+            yield from text.skip(_BETWEEN_OBJECTS)
+            has_more = (yield from text.peek()) == "{" and (yield from self.read_object(text, out))
+            if not has_more:
+                text.back_to(0)
+                break
+        return is_call
+
 
 class Llama3Json(JsonCallFormat):
     opening = "<|python_tag|>"
     between = "; "
-    is_bare = True
+    bare_opening = "{"
 
 
 class Mistral(JsonCallFormat):
@@ -83,9 +100,10 @@ class Mistral(JsonCallFormat):
     between = ", "
 
     def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        if not (yield from text.accept("[")):
-            return (yield from self._read_named(text, out))
-        return (yield from self.read_list(text, out, self.read_object))
+        if (yield from text.accept("[")):
+            return (yield from self.read_list(text, out, self.read_object))
+        is_object = (yield from text.peek()) == "{"
+        return (yield from (self.read_object(text, out) if is_object else self._read_named(text, out)))
 
     def _read_named(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         name = yield from text.word(NAME)
@@ -134,11 +152,8 @@ def _read_rest(text: Text) -> Reading[bool]:
 
 
 def _arguments_text(raw: str) -> str:
-    """The arguments as written, except null for no arguments, and an object in a string: models write both."""
+    """The arguments as JSON: as written, except null for no arguments, and an object in a string: models write both."""
     if raw == "null":
         return "{}"
-    if raw.startswith('"'):
-        inner = parsed(raw)
-        if isinstance(inner, str) and is_sendable(inner) and isinstance(parsed(inner), dict):
-            return inner
-    return raw
+    inner = parsed(raw) if raw.startswith('"') else None
+    return mended(inner if isinstance(inner, str) and isinstance(parsed(inner), dict) else raw)

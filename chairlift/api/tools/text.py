@@ -81,7 +81,10 @@ class PieceBuffer:
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the current call."""
-        if text:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, CallPiece) and last.name is None and last.index == self.num_calls:
+            self._pieces[-1] = CallPiece(last.index, None, last.text + text)
+        elif text:
             self._pieces.append(CallPiece(self.num_calls, None, text))
 
     def end_call(self) -> None:
@@ -95,14 +98,16 @@ class Text:
         self._text = ""
         self._start = self._at = 0  # what was read but not taken lies between
         self._is_over = False
+        self.is_whole = False  # once it is over: nothing cut it off
         self.tap: Callable[[str], None] | None = None  # if set, gets what was read before the reader waits for more
 
-    def feed(self, more: str, is_over: bool) -> None:
-        """`is_over`: nothing follows."""
+    def feed(self, more: str, is_over: bool, is_whole: bool = False) -> None:
+        """`is_over`: nothing follows; `is_whole`: nor would have followed without a limit."""
         self._text = self._text[self._start :] + more
         self._at -= self._start
         self._start = 0
         self._is_over = is_over
+        self.is_whole = is_over and is_whole
 
     @property
     def position(self) -> int:
@@ -122,9 +127,14 @@ class Text:
         self._start = self._at
         return taken
 
-    def advance(self) -> None:
-        """Reads the character that `peek` has seen; nothing at the end of the answer."""
-        self._at = min(self._at + 1, len(self._text))
+    def take_all(self) -> str:
+        """Takes all that there is, whether or not it was read."""
+        self._at = len(self._text)
+        return self.take()
+
+    def advance(self, num_characters: int = 1) -> None:
+        """Reads what `peek` or `ahead` has seen; nothing at the end of the answer."""
+        self._at = min(self._at + num_characters, len(self._text))
 
     def back_to(self, position: int) -> None:
         """Goes back, so that what was read since then is read again."""
@@ -141,6 +151,12 @@ class Text:
         while self._at == len(self._text) and not self._is_over:
             yield
         return self._text[self._at : self._at + 1]
+
+    def ahead(self, num_characters: int) -> Reading[str]:
+        """The next characters, so many unless the answer ends before."""
+        while len(self._text) - self._at < num_characters and not self._is_over:
+            yield
+        return self._text[self._at : self._at + num_characters]
 
     def skip(self, run: re.Pattern[str] = _SPACE) -> Reading[bool]:
         """Reads all characters of a run, by default whitespace; True if there were any."""
@@ -172,6 +188,13 @@ class Text:
             return False
         self._at += len(literal)
         return True
+
+    def accept_one_of(self, literals: Sequence[str]) -> Reading[bool]:
+        """True if one of these comes next, perhaps after whitespace; reads it then, and whitespace in any case."""
+        for literal in literals:
+            if (yield from self.accept(literal)):
+                return True
+        return False
 
     def pass_on_up_to(self, marks: Sequence[str], add: Callable[[str], None], held: str = "") -> Reading[bool]:
         """Passes text on up to the first of these marks, which comes next then; False if none comes before the end.
@@ -254,8 +277,7 @@ def json_of_literal(raw: str) -> str | None:
             # Python warns of escapes that it does not know.
             known = _ESCAPE.sub(lambda each: each[0] if each[1] in _KNOWN_ESCAPES else "\\" + each[0], raw)
             value = ast.literal_eval(known)
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        written = whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     return written
@@ -267,3 +289,8 @@ def is_sendable(text: object) -> bool:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:
         return False
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot encode."""
+    return text if is_sendable(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel
 
@@ -193,6 +194,11 @@ class Call:
     arguments: str
 
 
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
 NO_SCHEMAS: Schemas = {}
 Table = Mapping[str, Sequence[str | Call]]
 """By text: what is read out of it, content and calls in order."""

@@ -1,6 +1,7 @@
 """Formats by name and by template, thoughts before an answer, calls that are code; and wherever a text is cut."""
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.api.tools import (
+    FORMATS,
     AnswerReader,
     ReasoningFamily,
     Thoughts,
@@ -19,7 +21,18 @@ from chairlift.api.tools import (
 )
 from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
 from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
-from tests.api.tools.calls import FAMILIES, Call, Table, assert_streams, calls_of, every_split, joined, read, read_whole
+from tests.api.tools.calls import (
+    FAMILIES,
+    JSON_VALUES,
+    Call,
+    Table,
+    assert_streams,
+    calls_of,
+    every_split,
+    joined,
+    read,
+    read_whole,
+)
 
 QWEN = r"""{{- "\n\nFor each function call, return a json object with function name and arguments within
 <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n
@@ -224,12 +237,76 @@ ANSWERS: dict[ToolFamily, Table] = {
         "Well. <|python_start|>[f(a=1)]<|python_end|>": ["Well. ", F],
         "[f(a=1)] and more": [F, " and more"],
         "[f(a=1), oops]": [F, ", oops]"],
+        "[f(a=1) and g()]": [F, " and g()]"],
+        "[f(a=1)\n g(), ])]": [F, G],
+        "<|python_start|>[f(a=1)]]<|python_end|>": [F],
+        "[f(a='\\ud83d')]": [Call("f", '{"a": "\ufffd"}')],
         "[f(a=1": [Call("f", '{"a": 1')],
         '[f(a="Ro': [Call("f", '{"a": "Ro')],
         "[f(a=1]": [F],
         **{text: [text] for text in ("Well: [f(a=1)]", "[1, 2]", "[a link](http://x)", "[f(1)]", "[f(", "[")},
     },
 }
+
+
+ENDS: Table = {  # of Qwen3-Coder's elements, as models forget, repeat and misplace them
+    "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>": [
+        Call("f", '{"a": 1, "text": "x"}')
+    ],
+    **{
+        f"<tool_call>\n<function=f>\n<parameter=text>\nx y{end}\nbye": [Call("f", '{"text": "x y"}'), "\nbye"]
+        for end in (
+            "\n</function>\n</tool_call>",
+            "</function></tool_call>",
+            "\n</tool_call>",
+            "</parameter></tool_call>",
+        )
+    },
+    "<tool_call><function=f><parameter=a>1</tool_call><function=f><parameter=a>1</function></tool_call>": [F, F],
+    "<tool_call><function=f><parameter=text>x</function>\n<function=g></function></tool_call>": [
+        Call("f", '{"text": "x"}'),
+        G,
+    ],
+    "<tool_call><function=f></parameter><parameter=a>1</parameter></parameter></function></tool_call>": [F],
+    f"</parameter></function>\n</tool_call>\n{CODER_F}</tool_call>": [F],
+    "Well.\n\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n": ["Well.", F],
+    "<tool_call><function=f\n<parameter=a\n>1</parameter></function></tool_call>": [F],
+    "<tool_call><function='f'><parameter=\"a\">1</parameter></function></tool_call>": [F],
+    "<tool_call>\n<function=g>\n</tool_call>": [G],
+    "<tool_call><function=g\n</function></tool_call>": [G],
+    "<tool_call><function=g>": ["<tool_call><function=g>"],
+    "<tool_call><function=></function></tool_call>": ["<tool_call><function=></function></tool_call>"],
+    coder_call(element("text", "call </function> or <parameter=other> or </param")): [
+        Call("f", '{"text": "call </function> or <parameter=other> or </param"}')
+    ],
+    "<tool_call><function=f><parameter=list>['a', {'b': None}]</function></tool_call>": [
+        Call("f", '{"list": ["a", {"b": null}]}')
+    ],
+    '<tool_call><function=f><parameter=list>["</tool_call>"]\n</function></tool_call>': [
+        Call("f", '{"list": ["</tool_call>"]}')
+    ],
+}
+
+
+def test_an_element_ends_with_its_mark_or_where_the_next_begins() -> None:
+    assert {text: every_split(CODER, text, schemas=SCHEMAS) for text in ENDS} == ENDS
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments"),
+    [
+        (CODER, "<tool_call><function=f><parameter=text>x", '{"text": "x"}'),
+        (CODER, "<tool_call><function=f><parameter=n>5", '{"n": 5}'),
+        (CODER, "<tool_call><function=f><parameter=text>x</parameter><parameter=n>5", '{"text": "x", "n": 5}'),
+        (PYTHONIC, "[f(a=1", '{"a": 1}'),
+        (PYTHONIC, "[f(a='x', b=[1]", '{"a": "x", "b": [1]}'),
+        (PYTHONIC, "[f(a='x", '{"a": \'x'),  # half a string
+    ],
+)
+def test_a_call_ends_with_an_answer_that_nothing_cut_off(family: ToolFamily, text: str, arguments: str) -> None:
+    reader = AnswerReader(family, schemas=SCHEMAS)
+    pieces = [piece for character in text for piece in reader.push(character)]
+    assert joined(pieces + reader.push("", is_last=True, is_whole=True)) == [Call("f", arguments)]
 
 
 @pytest.mark.parametrize("family", ANSWERS)
@@ -245,7 +322,7 @@ def test_text_of_an_element_streams_while_it_is_written_and_arguments_of_a_pytho
         ("Well. \n<tool", [ContentPiece("Well.")]),
         ("_call>\n<function=f>\n", []),
         ("<parameter=text>", [CallPiece(0, "f", ""), CallPiece(0, None, '{"text": ')]),
-        ('\nsay "a', [CallPiece(0, None, '"'), CallPiece(0, None, 'say \\"a')]),
+        ('\nsay "a', [CallPiece(0, None, '"say \\"a')]),
         ("b\n</par", [CallPiece(0, None, "b")]),
         ("agraph>\n", [CallPiece(0, None, "\\n</paragraph>")]),
         ("</parameter>\n", [CallPiece(0, None, '"')]),
@@ -260,7 +337,7 @@ def test_text_of_an_element_streams_while_it_is_written_and_arguments_of_a_pytho
         ("'Rome'", []),
         (", da", [CallPiece(0, None, '"Rome"')]),
         ("ys=3", [CallPiece(0, None, ', "days": ')]),
-        (")]", [CallPiece(0, None, "3"), CallPiece(0, None, "}")]),
+        (")]", [CallPiece(0, None, "3}")]),
     )
 
 
@@ -279,17 +356,16 @@ FRAGMENTS = [
     *('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"name": "f", "parameters": {"a": {}}}; '),
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
-)
 CUTS = st.lists(st.integers(min_value=0, max_value=200), max_size=8)
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
     return [text[begin:end] for begin, end in pairwise(edges)]
+
+
+def without(marks: Sequence[str], text: str) -> str:
+    return re.sub("|".join(map(re.escape, marks)) or "(?!)", "", text)
 
 
 @FAMILIES
@@ -304,9 +380,10 @@ def test_the_split_does_not_matter_nothing_is_lost_and_a_limit_of_calls_only_cut
     assert limited == items[: len(limited)]
     assert len(calls_of(limited)) == min(len(calls_of(items)), max_calls)
     assert limited == items or len(calls_of(items)) >= max_calls
-    contents = [item for item in items if isinstance(item, str)]
-    assert calls_of(items) or "".join(contents) == text
-    rest = text
+    closings = FORMATS[family].closings
+    contents = [without(closings, item) for item in items if isinstance(item, str)]
+    rest = without(closings, text)  # some close nothing, and are left out
+    assert calls_of(items) or "".join(contents) in (rest, rest.lstrip())
     for content in contents:  # verbatim, and in the order of the text
         _, found, rest = rest.partition(content)
         assert found

@@ -69,25 +69,52 @@ HERMES_ANSWERS: dict[str, Table] = {
         arguments("[1]"): [Call("f", "[1]")],
         arguments("5"): [Call("f", "5")],
         arguments('"not JSON"'): [Call("f", '"not JSON"')],
-        arguments('"\\"\\ud800\\""'): [Call("f", '"\\"\\ud800\\""')],
+        arguments('"\\"\\ud800\\""'): [Call("f", '"\\"\\ufffd\\""')],
+        marked('{"arguments": {"a": "\\ud800", "b": NaN}, "name": "f"}'): [Call("f", '{"a": "\ufffd", "b": "NaN"}')],
         marked('{"arguments": {"line\nbreak": 1}, "name": "f"}'): [Call("f", '{"line\\nbreak": 1}')],
     },
     "what is no call is content with its marks": content(*(f"See: \n{marked(body)}\n" for body in NO_CALLS)),
     "a call after a broken one is still found": {
         f"<tool_call>oops</tool_call>\n{CALL_F}": ["<tool_call>oops</tool_call>", F],
-        f"<tool_call>\n{CALL_F}": ["<tool_call>\n", F],
+        f"<tool_call>\n{CALL_F}": [F],
         f'<tool_call>{{"name": {CALL_F}': ['<tool_call>{"name": ', F],
     },
     "a call that breaks while it streams keeps what remains of its value": {
-        '<tool_call>{"name": "f", "arguments": {"a": \'x\'} </tool_call>\nbye': [Call("f", "{\"a\": 'x'} "), "\nbye"],
-        '<tool_call>{"name": "f", "arguments": ?oops}': [Call("f", "?oops}")],
-        f'<tool_call>{{"name": "f", "arguments": {{"a": 1 </tool_call>{CALL_G}': [Call("f", '{"a": 1 '), G],
+        '<tool_call>{"name": "f", "arguments": {"a": \'x\'} </tool_call>\nbye': [Call("f", '{"a": "x"}'), "\nbye"],
+        '<tool_call>{"name": "f", "arguments": ?oops}': [Call("f", '"?oops"')],
+        f'<tool_call>{{"name": "f", "arguments": {{"a": 1 </tool_call>{CALL_G}': [Call("f", '{"a": 1 }'), G],
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "5" x"}}}}</tool_call>{CALL_G}': [
+            Call("f", '{"a": "5\\" x"}'),
+            G,
+        ],
         '<tool_call>{"name": "f", "arguments": {"a": 1; </tool_c': [Call("f", '{"a": 1; </tool_c')],
     },
     "what follows complete arguments and is not of the object is content": {
-        '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n</tool_call>': [F, "}\n</tool_call>"],
         '<tool_call>{"name": "f", "arguments": {"a": 1} and so on': [F, " and so on"],
-        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": ?}</tool_call>': [F, ', "id": ?}</tool_call>'],
+        '<tool_call>{"name": "f", "arguments": {"a": 1}} and </tool_call> so on': [F, " and so on"],
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": ?}</tool_call>': [F, ', "id": ?}'],
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"x": 1}</tool_call>': [F, '\n{"x": 1}'],
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}} so': [F, "} so"],
+    },
+    "superfluous brackets and marks are left out": {
+        **{
+            f'{lead}<tool_call>{{"name": "f", "arguments": {{"a": 1}}}}{tail}': [F]
+            for lead in ("", "</tool_call>\n", "<tool_call> ")
+            for tail in ("}", "}\n</tool_call>", "}]}", "</tool_call></tool_call>\n", "}\n")
+        },
+        f'<tool_call>{{"name": "f", "arguments": {{"a": 1}}}}}}{CALL_G}': [F, G],
+    },
+    "two marks may hold several calls": {
+        marked(separator.join(['{"name": "f", "arguments": {"a": 1}}', '{"arguments": {"b": [2]}, "name": "g"}'])): [
+            F,
+            G,
+        ]
+        for separator in ("", ",", "\n", "},\n")
+    }
+    | {
+        marked('[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": [2]}}]'): [F, G],
+        marked('```json\n{"name": "f", "arguments": {"a": 1}}\n```'): [F],
+        marked("[{}]"): [marked("[{}]")],
     },
     "an answer that is cut off keeps what it has": {
         **content("hello <tool_cal", "hello \n<tool_call>", '<tool_call>\n{"name": "f", "argu'),
@@ -113,7 +140,7 @@ LLAMA_ANSWERS: dict[str, Table] = {
     },
     "or several": {
         separator.join([LLAMA_F, LLAMA_G, LLAMA_F]): [F, G, F]
-        for separator in (";", " ;\n", "\n", "", "; <|python_tag|>", "<|python_tag|>\n")
+        for separator in (";", " ;\n", "\n", "", "; <|python_tag|>", "<|python_tag|>\n", "}; ", "}}\n")
     },
     "any other answer is content to the last character": content(
         *("", " ", "Hello.", f"Sure: {LLAMA_F}", f"[{LLAMA_F}]", f";{LLAMA_F}", '"text"'),
@@ -127,7 +154,7 @@ LLAMA_ANSWERS: dict[str, Table] = {
         f"Let me see.\n<|python_tag|> {LLAMA_F}; {LLAMA_G}": ["Let me see.\n", F, G],
         f"a <|python_tag|>{LLAMA_F} b <|python_tag|>{LLAMA_G}": ["a ", F, " b ", G],
         f'{{"answer": 1}} <|python_tag|>{LLAMA_F}': ['{"answer": 1} ', F],
-        f"<|python_tag|><|python_tag|>{LLAMA_F}": ["<|python_tag|>", F],
+        f"<|python_tag|><|python_tag|>{LLAMA_F}": [F],
         f"<|python_tag|>print(1)\n<|python_tag|>{LLAMA_F}": ["<|python_tag|>print(1)\n", F],
         f'a <|python_tag|>{{"x": 1}} <|python_tag|>{LLAMA_F}': ['a <|python_tag|>{"x": 1} ', F],
     },
@@ -138,7 +165,7 @@ LLAMA_ANSWERS: dict[str, Table] = {
         f'{LLAMA_F}; {{"answer": 1}}; {LLAMA_G}': [F, f'; {{"answer": 1}}; {LLAMA_G}'],
         f"{LLAMA_F}; <|pyth": [F, "; <|pyth"],
         f'{LLAMA_F}; {{"name": "g", "para': [F, '; {"name": "g", "para'],
-        f"{LLAMA_F}}} {LLAMA_G}": [F, f"}} {LLAMA_G}"],
+        f"{LLAMA_F}}} or so": [F, "} or so"],
         f"{LLAMA_F[:-1]}; {LLAMA_G}": [F, G],
         f"{LLAMA_F[:-1]} or so": [F, " or so"],
     },
@@ -146,7 +173,7 @@ LLAMA_ANSWERS: dict[str, Table] = {
         '{"name": "f", "parameters": ': [Call("f", "")],
         '{"name": "f", "parameters": {"a": "b': [Call("f", '{"a": "b')],
         '{"name": "f", "parameters": {"a": 1}, "x": "': [F],
-        '{"name": "f", "parameters": {"a": <b>}}; x': [Call("f", '{"a": <b>}}; x')],
+        '{"name": "f", "parameters": {"a": <b>}}; x': [Call("f", '{"a": "<b>"}'), "; x"],
     },
 }
 
@@ -156,13 +183,17 @@ MISTRAL_ANSWERS: dict[str, Table] = {
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "x"}, {"name": "g", "arguments": {}}]': [F, EMPTY],
         '[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]': [F],
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, oops]': [F, ", oops]"],
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}}]': [F],
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}{"name": "g", "arguments": {}},]': [F, EMPTY],
+        '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}': [F],
     },
     "or names with arguments": {
         '[TOOL_CALLS]f[CALL_ID]x1y2[ARGS]{"a": 1}': [F],
         '[TOOL_CALLS]f{"a": 1}': [F],
         'Well.\n[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}': ["Well.", F, EMPTY],
         '[TOOL_CALLS]f[ARGS]{"a": 1} and more': [F, " and more"],
-        '[TOOL_CALLS]f[ARGS]{"a": ?}[TOOL_CALLS]g[ARGS]{}': [Call("f", '{"a": ?}'), EMPTY],
+        '[TOOL_CALLS]f[ARGS]{"a": ?}[TOOL_CALLS]g[ARGS]{}': [Call("f", '{"a": "?"}'), EMPTY],
+        '[TOOL_CALLS]f[ARGS]{"a": 1}}[TOOL_CALLS]g[ARGS]{}': [F, EMPTY],
         '[TOOL_CALLS]f[ARGS]{"a": "b': [Call("f", '{"a": "b')],
     },
     "anything else is content": content(
@@ -195,7 +226,7 @@ BROKEN = '<tool_call>{"name": "f", "arguments": {?}</tool_call>'
         *((LLAMA, f"{LLAMA_F}{tail}", 1, [F]) for tail in (f"; {LLAMA_G}", "\ntext", ";", "; {")),
         (MISTRAL, LISTED, 1, [F]),
         (HERMES, f"<tool_call>oops</tool_call>{CALL_F}{CALL_G}{CALL_F}", 2, ["<tool_call>oops</tool_call>", F, G]),
-        (HERMES, f"{BROKEN}{CALL_G}", 1, [Call("f", "{?}")]),  # also a broken call counts
+        (HERMES, f"{BROKEN}{CALL_G}", 1, [Call("f", '{"?": null}')]),  # also a broken call counts
     ],
 )
 def test_everything_after_the_last_wanted_call_is_dropped(
@@ -218,8 +249,8 @@ def test_pieces_come_as_early_as_they_can() -> None:
         (":", [CallPiece(0, "f", "")]),
         (' {"a', [CallPiece(0, None, '{"a')]),
         ('": "}', [CallPiece(0, None, '": "}')]),
-        ('"', [CallPiece(0, None, '"')]),
-        ("}}\n</tool_", [CallPiece(0, None, "}")]),
+        ('"', []),  # unless a bracket or comma follows, it is part of the string
+        ("}}\n</tool_", [CallPiece(0, None, '"}')]),
         ("call>\n<tool_call>", []),
         ('{"name": "g", "arguments": {}', [CallPiece(1, "g", ""), CallPiece(1, None, "{}")]),
         ("}</tool_call>", []),

@@ -60,7 +60,6 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ({"role": "user"}, "messages.0.content: Field required"),
     ({"content": "a"}, "messages.0.role: Field required"),
     ({"role": "robot", "content": "a"}, "messages.0.role"),
-    ({"role": "tool", "content": "4"}, "tool_call_id"),
     ({"role": "assistant", "content": 5}, "messages.0.content: Input should be a valid string or a list"),
     ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"arguments": "{}"}}]}, "name: Field required"),
     ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text: Input should be a valid"),
@@ -118,7 +117,7 @@ async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(server:
 async def test_a_bad_stream_or_body_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
     bad: list[dict[str, Any]] = [{"prompt": ""}, {"prompt": "a", "top_p": 2}, {"prompt": [99_999]}]
     bodies = [json.dumps({**body, "stream": True}).encode() for body in bad]
-    for raw in (*bodies, b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83d"}'):
+    for raw in (*bodies, b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83'):
         async with http.post(server.url + COMPLETIONS, data=raw, headers=JSON) as response:
             assert (response.status, response.content_type) == (400, "application/json")
             assert (await response.json())["error"]["type"] == "invalid_request_error"

@@ -32,7 +32,6 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"unheard_of": 1}, "unknown or unsupported field: unheard_of"),
         (block(type="image", source={}), "messages.0.content.0: type 'image' is not supported"),
         ({"system": [{"type": "image"}]}, "system.0: type 'image' is not supported"),
-        (block(type="tool_result", tool_use_id="2", content="a"), "no tool_use with id '2' precedes its tool_result"),
         ({"messages": [*QUESTION, {"role": "assistant", "content": CALLED}]}, "and their results are missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed with tools"),
         ({"tools": [{"type": "bash_1"}], "tool_choice": {"type": "any"}}, "with tools: tools of type bash_1 are not"),

@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Any
 
-from chairlift.api.tools.text import WHITESPACE, Reading, Text, whole_characters
+from chairlift.api.tools.text import WHITESPACE, Reading, Text, parsed, whole_characters
 
 _PLAIN = re.compile("[^\"'\\\\\\x00-\\x1f\ud800-\udfff]*")  # in strings
 _ESCAPE = re.compile(r'\\["\\/bfnrt]|(\\u[0-9A-Fa-f]{4})+')
@@ -75,9 +76,19 @@ class JsonMender:
         if self._is_cut:
             self._begin()
         else:
-            self._write_missing_value()
-            self._write("".join(_CLOSERS[bracket] for bracket in reversed(self._open)))
-            self._write("" if self._is_begun else "{}")
+            self.close()
+
+    def close(self) -> None:
+        """Writes what is missing, even to half a string."""
+        if self._is_in_string:
+            self._write('"')
+            self._is_in_string = False
+            self._need = _Need.COLON if self._need is _Need.KEY else _Need.NEXT
+        self._write_missing_value()
+        self._write("".join(_CLOSERS[bracket] for bracket in reversed(self._open)))
+        self._write("" if self._is_begun else "{}")
+        self._open.clear()
+        self._is_begun = True
 
     @property
     def _is_cut(self) -> bool:
@@ -250,7 +261,7 @@ class JsonMender:
             if _HALF.fullmatch(escape):
                 both = yield from text.ahead(12)
                 escape = both if _PAIR.fullmatch(both) else escape
-        if _BEGUN_ESCAPE.fullmatch(escape):  # the answer ends with it
+        if _BEGUN_ESCAPE.fullmatch(escape) and not text.is_whole:  # the answer was cut off there
             written = escape
         elif _HALF.fullmatch(escape):
             written = "\\ufffd"
@@ -266,13 +277,40 @@ class JsonMender:
 
 
 def mended(raw: str) -> str:
-    """A whole value as JSON."""
+    """One value as JSON, whole even if it was cut off."""
     written: list[str] = []
     text = Text()
     text.feed(raw, is_over=True, is_whole=True)
-    for _ in JsonMender(text, written.append).read():
+    mender = JsonMender(text, written.append)
+    for _ in mender.read():
         raise AssertionError("nothing more will come")
+    mender.close()
     return "".join(written)
+
+
+def arguments_of(written: object) -> dict[str, Any]:
+    """A call's arguments as chat templates need them: an object, whatever comes back from a client.
+
+    Text that is nearly JSON is mended, and an object in a string is that object. Nothing is no arguments. Any other
+    value is kept under the name `arguments`, so that the model sees it.
+    """
+    value = _value_of(_value_of(written))  # clients and models put objects into strings
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _value_of(written: object) -> object:
+    """The value of a JSON text; anything else as it is."""
+    if not isinstance(written, str):
+        return written
+    text = written.strip(WHITESPACE)
+    if text in ("", "null"):
+        return None
+    value = None if _HALF.search(text) else parsed(text)
+    if value is None and text[0] in '{["':
+        value = parsed(mended(written))
+    return whole_characters(written) if value is None else value
 
 
 def _quoted(text: str) -> str:

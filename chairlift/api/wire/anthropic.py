@@ -35,7 +35,6 @@ from chairlift.api.wire.messages import (
     LeftOutTool,
     ToolChoiceMode,
     ToolUse,
-    check_calls,
     effort_arguments,
     known_or_left_out,
 )
@@ -199,9 +198,7 @@ class CountTokensRequest(ToolUse):
         messages: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
         for turn in self.messages:
             messages += turn.as_template_input(tool_text) if isinstance(turn, ResultTurn) else turn.as_template_input()
-        turns = merged(messages)
-        check_calls(turns, "messages: no tool_use with id {!r} precedes its tool_result")
-        return turns
+        return merged(messages)
 
     def chat_options(self) -> ChatOptions:
         is_continued = self.is_continued

@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool
 from chairlift.api.wire import Body, Ignored, OneOf, Written, by_type, only_types
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments
-from chairlift.api.wire.messages import is_of_assistant, template_message
+from chairlift.api.wire.messages import ARGUMENTS, is_of_assistant, template_call, template_message
 from chairlift.engine.text.tokenizer import Message
 
 CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]
@@ -115,10 +115,10 @@ class ToolUseBlock(Written):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] = Field(description="the arguments")
+    input: Any = Field(None, description=ARGUMENTS)
 
     def as_template_input(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+        return template_call(self.id, self.name, self.input)
 
 
 ResultBlock = Annotated[

@@ -1,12 +1,12 @@
 """Conversations: messages, tools that an assistant may call, and how both are rendered; for every endpoint."""
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from chairlift.api.tools.grammars import FunctionSpec
+from chairlift.api.tools.mending import arguments_of
 from chairlift.api.wire import Body, OneOf, Written, only, only_types
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
@@ -14,6 +14,10 @@ from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
 # --- messages
+
+ARGUMENTS = (
+    "an object, or its JSON, which is mended if it was cut or is not quite valid; other values are shown as they are"
+)
 
 
 class TextPart(Body):
@@ -40,13 +44,13 @@ class CalledFunction(Written):
     """What an assistant called, and with which arguments."""
 
     name: str
-    arguments: str | None = Field(None, description="a JSON object as text; left out: no arguments")
+    arguments: Any = Field(None, description=ARGUMENTS)
 
 
 class ToolCall(Written):
     """One call that an assistant made."""
 
-    id: str
+    id: str | None = Field(None, description="left out: results answer calls in their order")
     type: Literal["function"] | None = None
     function: CalledFunction
 
@@ -75,7 +79,9 @@ class AssistantTurn(Written):
     images: Annotated[list[Any] | None, only([], "this server takes text only")] = None
 
     def as_template_input(self) -> Message:
-        calls = [template_call(each.id, each.function.name, each.function.arguments) for each in self.tool_calls or []]
+        calls = [
+            template_call(each.id or "", each.function.name, each.function.arguments) for each in self.tool_calls or []
+        ]
         more = {
             "reasoning_content": self.reasoning_content or self.reasoning or None,
             "name": self.name,
@@ -99,27 +105,30 @@ def template_message(role: str, content: str, **more: Any) -> Message:
     return {"role": "system" if role == "developer" else role, "content": content, **given}
 
 
-def template_call(call_id: str, name: str, written: str | None) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates print. InvalidRequest if they are not."""
-    written = written or "{}"
-    try:
-        arguments = json.loads(written)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(
-            f"messages: the arguments of tool call {call_id} are not a JSON object: {written[:80]!r}", "messages"
-        )
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def template_call(call_id: str, name: str, written: object) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates print."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(written)}}
 
 
-def check_calls(messages: Sequence[Message], complaint: str) -> None:
-    """InvalidRequest if a result answers no earlier call; `complaint` has a place for the call's id."""
-    known: set[str] = set()
-    for message in messages:
-        known.update(call["id"] for call in message.get("tool_calls", ()))
-        if message["role"] == "tool" and message["tool_call_id"] not in known:
-            raise InvalidRequest(complaint.format(message["tool_call_id"]), complaint.partition(":")[0])
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Gives ids to calls without one, and to results without one those of the calls that they answer, in order: some
+    templates need them.
+    """
+    unanswered: list[str] = []
+    known: list[Message] = []
+    for index, message in enumerate(messages):
+        calls = [
+            call if call["id"] else {**call, "id": f"call_{index}_{number}"}
+            for number, call in enumerate(message.get("tool_calls", ()))
+        ]
+        unanswered = [call["id"] for call in calls] or unanswered
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if message["role"] == "tool":
+            answered = message.get("tool_call_id") or next(iter(unanswered), f"call_{index}")
+            unanswered = [each for each in unanswered if each != answered]
+            more["tool_call_id"] = answered
+        known.append({**message, **more})
+    return known
 
 
 def role_of(message: Any) -> Any:

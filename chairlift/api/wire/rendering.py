@@ -20,6 +20,7 @@ from chairlift.api.wire.messages import (
     role_of,
     template_message,
     text_of,
+    with_call_ids,
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -42,7 +43,9 @@ class ToolMessage(Body):
     content: str | list[ToolPart] = Field(
         description="text; the model reads a note in place of images, files and audio"
     )
-    tool_call_id: str = Field(description="the call that this answers")
+    tool_call_id: str | None = Field(
+        None, description="the call that this answers; left out: the first that was not answered"
+    )
     name: str | None = Field(None, description="the tool's name, for templates that show it")
     cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
@@ -88,7 +91,7 @@ class Rendering(TemplateInput):
                 yield from message.content
 
     def template_messages(self) -> list[Message]:
-        return [message.as_template_input() for message in self.messages]
+        return with_call_ids([message.as_template_input() for message in self.messages])
 
     def chat_options(self) -> ChatOptions:
         is_continued = bool(self.continue_final_message)

@@ -19,6 +19,7 @@ from chairlift.api.wire.generation import (
 )
 from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import (
+    ARGUMENTS,
     PARSE_SPECIAL_TOKENS,
     ChosenFunction,
     Effort,
@@ -26,7 +27,6 @@ from chairlift.api.wire.messages import (
     LeftOutTool,
     ParallelToolUse,
     ToolChoiceMode,
-    check_calls,
     is_of_assistant,
     known_or_left_out,
     template_call,
@@ -124,7 +124,7 @@ class InputCall(Written):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str = Field(description="a JSON object as text")
+    arguments: Any = Field(None, description=ARGUMENTS)
     caller: _Caller = None
     async_: Annotated[StrictBool | None, only(False, "every call waits for its output", "async")] = Field(
         None, alias="async"
@@ -175,7 +175,7 @@ def _joined(content: str | Sequence[InputText | WrittenText | Refusal | Attachme
 def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) -> list[Message]:
     """Items as the messages that chat templates know: consecutive calls of the assistant belong to one message.
 
-    `earlier`: messages of the same conversation, which come first. InvalidRequest if an output answers no earlier call.
+    `earlier`: messages of the same conversation, which come first.
     """
     messages = list(earlier)
     reasoning = ""
@@ -191,7 +191,6 @@ def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) ->
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
         reasoning = ""
-    check_calls(messages, "input: no function_call with call_id {!r} precedes its output")
     return messages
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from chairlift.api.telemetry import OBSERVATION, request_id_of
+from chairlift.api.tools.text import whole_characters
 from chairlift.api.wire import ErrorBody, ErrorDetail
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 from chairlift.api.wire.complaints import complaint_of
@@ -130,7 +131,8 @@ def _detail(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def _shorten(text: str, max_bytes: int) -> str:
-    """The text, cut to at most so many bytes of JSON, with "..." appended if it was cut."""
+    """The text as UTF-8 can encode it, cut to at most so many bytes of JSON, with "..." appended if it was cut."""
+    text = whole_characters(text)
     shorter = text[:max_bytes]
     while len(json.dumps(shorter)) > max_bytes + 2:
         shorter = shorter[: len(shorter) * 3 // 4]

@@ -1,6 +1,7 @@
 """Makes engine jobs of checked bodies, and replies of jobs, streamed or whole, for all endpoints."""
 
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,14 @@ from pydantic_core import to_json
 import chairlift
 from chairlift.api import ServerConfig
 from chairlift.api.dialect import Dialect
-from chairlift.api.errors import error_reply
+from chairlift.api.errors import ErrorReply, error_reply
 from chairlift.api.http.access import Client
 from chairlift.api.replies import EventStream, Reply
 from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
-from chairlift.api.telemetry import Observation
+from chairlift.api.telemetry import Observation, request_id_of
 from chairlift.api.turns import TURNS_WARNING, speakers_in_turn, without_billing_line
 from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
@@ -34,6 +35,8 @@ from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextO
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest, RequestFailed
 from chairlift.params import GRAMMAR_LIMIT, RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +260,22 @@ class Job:
 
 
 async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamResponse:
+    """Replies to a request. An error before the first event of a stream still gets a status of its own."""
     if not job.observation.is_streamed:
         return await _answer_whole(llm, job)
-    return await _answer_stream(llm, job, EventStream(request, job.headers, job.reply.keep_alive))
+    stream = EventStream(request, job.headers, job.reply.keep_alive)
+    try:
+        await _answer_stream(llm, job, stream)
+    except ConnectionError:  # the client left
+        return stream.response
+    except Exception as error:
+        if not stream.is_open:
+            raise
+        with suppress(ConnectionError):
+            await stream.send(*_last_events(job, error_reply(error), request))
+    with suppress(ConnectionError):
+        await stream.close()
+    return stream.response
 
 
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
@@ -276,33 +292,30 @@ async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
     return web.Response(body=body, content_type="application/json", headers=job.headers)
 
 
-async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.StreamResponse:
-    """Sends events as tokens arrive. An error before the first event still gets a status of its own."""
+async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> None:
+    """Sends events as tokens arrive."""
     sizes: dict[int, int] = {}  # by generation, when it was last looked at
+    async with stream, aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
+        prompts = [generation.prompt_token_ids for generation in job.generations]
+        events = await job.make(job.size_of_repeats, job.reply.opening, prompts)
+        async for index, output in outputs:
+            _check(output)
+            num_seen, sizes[index] = sizes.get(index, 0), _size_of(output)
+            news = await job.make(sizes[index] - num_seen, job.reply.news, index, output)
+            await stream.send(*events, *news)
+            events = []
+        closing = await job.make(job.size_of_repeats + sum(sizes.values()), job.reply.closing)
+        await job.settled()
+        await stream.send(*events, *closing)
+
+
+def _last_events(job: Job, error: ErrorReply, request: web.Request) -> list[str]:
+    """The end of a stream that failed. Never raises: after the status of a stream there cannot be another."""
     try:
-        async with stream, aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
-            prompts = [generation.prompt_token_ids for generation in job.generations]
-            events = await job.make(job.size_of_repeats, job.reply.opening, prompts)
-            async for index, output in outputs:
-                _check(output)
-                num_seen, sizes[index] = sizes.get(index, 0), _size_of(output)
-                news = await job.make(sizes[index] - num_seen, job.reply.news, index, output)
-                await stream.send(*events, *news)
-                events = []
-            closing = await job.make(job.size_of_repeats + sum(sizes.values()), job.reply.closing)
-            await job.settled()
-            await stream.send(*events, *closing)
-    except ConnectionError:  # the client left
-        return stream.response
-    except Exception as error:
-        if not stream.is_open:
-            raise
-        reply = error_reply(error)
-        with suppress(ConnectionError):
-            await stream.send(*job.reply.failure(reply.status, reply.detail))
-    with suppress(ConnectionError):
-        await stream.close()
-    return stream.response
+        return job.reply.failure(error.status, error.detail)
+    except Exception as another:
+        logger.error("a stream could not tell of its failure in its own form", exc_info=another)
+        return [f"event: error\ndata: {error.body(request.path, request_id_of(request))}\n\n"]
 
 
 def _to_json(body: BaseModel) -> bytes:

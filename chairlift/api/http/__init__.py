@@ -15,6 +15,7 @@ from aiohttp.streams import StreamReader
 from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
+from chairlift.api.tools.text import whole_characters
 
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it pauses
 _REST_S = 0.001
@@ -198,7 +199,7 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
 
 async def meet_expectation(request: web.Request) -> None:
     """Answers `Expect: 100-continue` with a 100, and every other expectation with a 417 and an error body."""
-    expectation = request.headers.get("Expect", "")
+    expectation = whole_characters(request.headers.get("Expect", ""))
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))
         body = reply.body(request.path, request_id_of(request))

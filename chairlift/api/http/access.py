@@ -18,6 +18,7 @@ from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.errors import Handler, error_reply, is_anthropics
+from chairlift.api.tools.text import whole_characters
 from chairlift.api.wire.generation import GenerationRequest
 from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
 from chairlift.params import RequestOptions
@@ -255,7 +256,9 @@ class Cors:
         headers = {
             "Access-Control-Allow-Methods": ", ".join(sorted(methods)),
             # A * would not include Authorization, so the requested headers are named.
-            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "Authorization"),
+            "Access-Control-Allow-Headers": whole_characters(
+                request.headers.get("Access-Control-Request-Headers", "Authorization")
+            ),
             "Access-Control-Max-Age": str(_MAX_AGE_S),
         }
         return web.Response(status=204, headers=headers)
@@ -283,7 +286,8 @@ def normalize_origin(origin: str) -> str:
 
 
 def _refusal(origin: str) -> str:
-    return f"pages of {origin} may not use this server; start it with --allowed-origin to let them"
+    site = whole_characters(origin)
+    return f"pages of {site} may not use this server; start it with --allowed-origin to let them"
 
 
 def _is_loopback(name: str) -> bool:

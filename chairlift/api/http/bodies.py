@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from chairlift.api.tools.text import whole_characters
 from chairlift.engine.async_llm import OffLoop
 from chairlift.errors import ClientTooBusy, EngineClosed, InvalidRequest, ServerTooBusy
 
@@ -142,6 +143,7 @@ _LARGE_BODY_BYTES = 2**16
 _PIECE_BYTES = 2**16
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _COSTS = {b",": 1, b"[": 4, b":": 8, b"{": 4}  # the cost of checking a value, a list, a name, an object
+_SURROGATES = re.compile(rb"(?P<pair>\\u[Dd][89ABab]..\\u[Dd][C-Fc-f]..)|\\u[Dd][89A-Fa-f]..")
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -168,7 +170,12 @@ class RawBody:
                 f"the body has too many JSON values: {MAX_JSON_VALUES} numbers or some {MAX_JSON_VALUES // 25} messages"
                 " at most; send it in several requests, or text instead of token ids"
             )
-        return model.model_validate_json(data)
+        try:
+            return model.model_validate_json(data)
+        except ValidationError as error:
+            if error.error_count() > 1 or "hex escape" not in error.errors(include_url=False)[0]["msg"]:
+                raise
+        return model.model_validate_json(_without_half_pairs(data))
 
 
 class BodyReader:
@@ -257,11 +264,13 @@ def _checked_encoding(request: web.Request) -> str | None:
     """Allows only JSON: foreign web pages may send text and forms to any server, but JSON only where it allows them."""
     kind = request.content_type
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        sent = f"not {request.headers['Content-Type']}" if "Content-Type" in request.headers else "and has none"
+        declared = whole_characters(request.headers.get("Content-Type", ""))
+        sent = f"not {declared}" if "Content-Type" in request.headers else "and has none"
         raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as Content-Type: application/json, {sent}")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as UTF-8, not {request.charset}")
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        charset = whole_characters(request.charset or "")
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as UTF-8, not {charset}")
+    encoding = whole_characters(request.headers.get("Content-Encoding", "identity")).strip().lower()
     if encoding != "identity" and encoding not in _WINDOW_BITS:
         known = ", ".join(_WINDOW_BITS)
         raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding {encoding} is not known here; known are {known}")
@@ -299,6 +308,26 @@ def _cost(data: bytes) -> int:
         is_in_string ^= len(parts) % 2 == 0
         start = end
     return total
+
+
+def _without_half_pairs(data: bytes) -> bytes:
+    """A JSON text with U+FFFD for each escaped half of a surrogate pair: clients cut texts in the middle of a pair."""
+    parts: list[bytes] = []
+    begin = 0
+    at = data.find(b"\\u")
+    while at >= 0:
+        end = at + 2
+        first = at
+        while first > begin and data[first - 1 : first] == b"\\":
+            first -= 1
+        escape = _SURROGATES.match(data, at)
+        if escape is not None and (at - first) % 2 == 0:
+            end = escape.end()
+            if escape["pair"] is None:
+                parts += [data[begin:at], b"\\ufffd"]
+                begin = end
+        at = data.find(b"\\u", end)
+    return b"".join([*parts, data[begin:]])
 
 
 def _cost_of_separators(data: bytes) -> int:

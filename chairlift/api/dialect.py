@@ -86,9 +86,17 @@ class Dialect:
         raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
 
     def reading(
-        self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool
+        self,
+        body: Conversation,
+        functions: list[FunctionSpec],
+        prompt: list[int],
+        is_continued: bool,
+        is_free: bool = True,
     ) -> AnswerReading:
-        """How to parse the answer to this prompt. Generation stops after the last wanted call."""
+        """How to parse the answer to this prompt. Generation stops after the last wanted call.
+
+        `is_free`: no grammar says where calls may be, so that those without marks are found in the middle of it, too.
+        """
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
         max_calls = 1 if functions and not body.is_parallel else None
@@ -99,7 +107,9 @@ class Dialect:
             thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
             shown = (*shown, self._marks.begin, self._marks.end)
         needs_schemas = form is not None and not form.has_types  # not kept otherwise, because they may be large
-        schemas = {function.name: function.schema for function in functions} if needs_schemas else {}
+        needs_names = needs_schemas or (form is not None and form.is_bare and is_free)
+        known = functions if needs_names else []
+        schemas = {function.name: function.schema if needs_schemas else {} for function in known}
         new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))

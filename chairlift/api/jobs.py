@@ -165,7 +165,9 @@ class JobMaker:
         encoded = self._encode(body, chat_options, params.truncates_prompt)
         # Clients of Anthropic's API often ask for more tokens than there is room for.
         clamps = self._clamps_max_tokens or isinstance(body, MessagesRequest)
-        reading = self._dialect.reading(body, functions, encoded.token_ids, chat_options.continue_final_message)
+        reading = self._dialect.reading(
+            body, functions, encoded.token_ids, chat_options.continue_final_message, is_free=structure is None
+        )
         return UncheckedJob(
             prompts=[encoded.token_ids],
             params=params,

@@ -13,6 +13,11 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
+from chairlift.api import ServerConfig
+from chairlift.api.dialect import Dialect
+from chairlift.api.tools.text import CallPiece, ContentPiece
+from chairlift.api.wire.completions import ChatCompletionRequest
+from tests.api.conftest import Server
 from tests.api.contract import check_chat, counts, user
 
 CITY = {"type": "string", "enum": ["Oslo", "Rome", "São Paulo"]}
@@ -244,6 +249,16 @@ async def test_what_makes_no_sense_is_refused_by_name(hermes: AsyncOpenAI) -> No
         assert caught.value.param == param, words
         assert words in caught.value.message
         assert not any(generated in caught.value.message for generated in ("%json", "call_0", "x-guidance")), words
+
+
+def test_calls_without_marks_are_found_in_a_text_unless_a_grammar_says_where_they_may_be(server: Server) -> None:
+    asked = ChatCompletionRequest.model_validate(body(messages=user("Hi")))
+    dialect = Dialect(server.llm.inputs, ServerConfig.model_validate({"tool_call_parser": "llama3_json"}))
+    text, kinds = 'So: {"name": "paint", "parameters": {}}', []
+    for is_free in (True, False):
+        reading = dialect.reading(asked, asked.functions_to_call(), [1], is_continued=False, is_free=is_free)
+        kinds.append([type(piece) for piece in reading.new_reader().push(text, is_last=True)])
+    assert kinds == [[ContentPiece, CallPiece, CallPiece], [ContentPiece]]
 
 
 # --- the way of a call back to the model, with its result; and the client's own helpers

@@ -122,8 +122,17 @@ class Pythonic(CallFormat):
     between = ", "
     bare_opening = "["
 
-    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        return (yield from text.accept("[")) and (yield from self.read_list(text, out, self._read_call))
+    def read_head(self, text: Text) -> Reading[str | None]:
+        yield from text.accept("[")
+        name = yield from text.word(NAME)
+        return name if (yield from text.accept("(")) else None
+
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:
+        """Reads a list; or, where an answer begins, calls of known functions without its brackets."""
+        is_list = yield from text.accept("[")
+        if not is_list and not (schemas and (yield from self._is_known_call(text, schemas))):
+            return False
+        return (yield from self.read_list(text, out, self._read_call))
 
     def _read_call(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         name = yield from text.word(NAME)

@@ -14,7 +14,7 @@ _EXCESS = re.compile(r"[ \t\n\r}\])`]*")
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 Schemas = Mapping[str, dict[str, Any]]
-"""By function: the JSON schema of its arguments."""
+"""By function: the JSON schema of its arguments, as far as its format needs that."""
 
 
 class CallFormat(ABC):
@@ -54,13 +54,18 @@ class CallFormat(ABC):
         """Reads an answer, or the rest after its thoughts. All text after the last wanted call is dropped."""
         yield from self._skip_closings(text)
         may_be_bare, is_closed = self.is_bare, True
-        openings = (self.opening, *self.other_openings)
+        openings = (self.opening, *self.other_openings, *((self.bare_opening,) if self.is_bare and schemas else ()))
         while not out.is_full:
             held = "" if self.is_bare else WHITESPACE
             marks = openings if is_closed else (*openings, self.closing)
             if not may_be_bare and not (yield from text.pass_on_up_to(marks, out.content, held)):
                 return
             if not is_closed and (is_closed := (yield from self._skip_closings(text))):
+                continue
+            is_bare = not may_be_bare and self.is_bare and (yield from text.peek()) == self.bare_opening
+            if is_bare and not (yield from self._is_known_call(text, schemas)):
+                text.advance()
+                out.content(text.take())
                 continue
             while (yield from text.accept(self.opening)):
                 pass  # some models write it twice
@@ -70,6 +75,10 @@ class CallFormat(ABC):
             else:
                 out.content(text.take())
             may_be_bare = is_call and self.is_bare
+
+    def read_head(self, text: Text) -> Reading[str | None]:
+        """Reads the beginning of a call without marks; the function's name, or None if it is no call."""
+        raise NotImplementedError
 
     @abstractmethod
     def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:
@@ -90,6 +99,13 @@ class CallFormat(ABC):
                 text.back_to(0)
                 break
         return True
+
+    def _is_known_call(self, text: Text, schemas: Schemas) -> Reading[bool]:
+        """Whether a call of a known function comes next, without marks and in the middle of an answer."""
+        position = text.position
+        name = yield from self.read_head(text)
+        text.back_to(position)
+        return name in schemas
 
     def _read_closing(self, text: Text) -> Reading[bool]:
         """Reads what closes a call, and what separates it from the next call or the end of the answer. False if the

@@ -92,6 +92,9 @@ class Llama3Json(JsonCallFormat):
     between = "; "
     bare_opening = "{"
 
+    def read_head(self, text: Text) -> Reading[str | None]:
+        return (yield from _read_head(text))
+
 
 class Mistral(JsonCallFormat):
     opening = "[TOOL_CALLS]"

@@ -19,11 +19,13 @@ from chairlift.api.tools import (
     family_of_template,
     reasoning_of_template,
 )
+from chairlift.api.tools.formats import Schemas
 from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
 from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
 from tests.api.tools.calls import (
     FAMILIES,
     JSON_VALUES,
+    NO_SCHEMAS,
     Call,
     Table,
     assert_streams,
@@ -244,7 +246,7 @@ ANSWERS: dict[ToolFamily, Table] = {
         "[f(a=1": [Call("f", '{"a": 1')],
         '[f(a="Ro': [Call("f", '{"a": "Ro')],
         "[f(a=1]": [F],
-        **{text: [text] for text in ("Well: [f(a=1)]", "[1, 2]", "[a link](http://x)", "[f(1)]", "[f(", "[")},
+        **{text: [text] for text in ("Well: [h(a=1)]", "[1, 2]", "[a link](http://x)", "[f(1)]", "[f(", "[")},
     },
 }
 
@@ -341,6 +343,38 @@ def test_text_of_an_element_streams_while_it_is_written_and_arguments_of_a_pytho
     )
 
 
+LLAMA = ToolFamily.LLAMA3_JSON
+KNOWN: Schemas = {"f": {}}
+IN_TEXT: dict[ToolFamily, Table] = {
+    LLAMA: {
+        'Sure: {"name": "f", "parameters": {"a": 1}} Done.': ["Sure: ", F, " Done."],
+        '```json\n{"name": "f", "arguments": {"a": 1}}\n```': ["```json\n", F],
+        'A {1} {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}': ["A {1} ", F, G],
+        **{
+            text: [text]
+            for text in (
+                'Sure: {"name": "g", "parameters": {}}',
+                'Sure: {"name": "f"}',
+                'if (a) { b({"name": "f", x}); }',
+                '{"tool": {"name": "f", "parameters": {}}}',
+            )
+        },
+    },
+    PYTHONIC: {
+        "Sure: [f(a=1)] Done.": ["Sure: ", F, " Done."],
+        "See [1], [f(a=1), g()]\n": ["See [1], ", F, G],
+        "f(a=1), g()": [F, G],
+        "f(a=1)\nf(a=1)": [F, F],
+        **{text: [text] for text in ("Sure: [g()]", "g()", "f of x", "See [f(1)] and a[f]", "Sure: f(a=1)")},
+    },
+}
+
+
+@pytest.mark.parametrize("family", IN_TEXT)
+def test_a_call_of_a_known_function_is_found_in_a_text_without_marks(family: ToolFamily) -> None:
+    assert {text: every_split(family, text, schemas=KNOWN) for text in IN_TEXT[family]} == IN_TEXT[family]
+
+
 # --- the same pieces when joined wherever a text is cut, and nothing lost
 
 
@@ -369,14 +403,19 @@ def without(marks: Sequence[str], text: str) -> str:
 
 
 @FAMILIES
-@given(text=TEXTS, places=CUTS, max_calls=st.integers(min_value=1, max_value=3))
+@given(
+    text=TEXTS,
+    places=CUTS,
+    max_calls=st.integers(min_value=1, max_value=3),
+    schemas=st.sampled_from([NO_SCHEMAS, {"f": {}, "g": {}}]),
+)
 def test_the_split_does_not_matter_nothing_is_lost_and_a_limit_of_calls_only_cuts_the_end_off(
-    family: ToolFamily, text: str, places: list[int], max_calls: int
+    family: ToolFamily, text: str, places: list[int], max_calls: int, schemas: Schemas
 ) -> None:
-    items, limited = read_whole(family, text), read_whole(family, text, max_calls)
+    items, limited = (joined(read(family, [text], limit, schemas)) for limit in (None, max_calls))
     for texts in (cut(text, places), text):  # also character by character
-        assert joined(read(family, texts)) == items
-        assert joined(read(family, texts, max_calls)) == limited
+        assert joined(read(family, texts, schemas=schemas)) == items
+        assert joined(read(family, texts, max_calls, schemas)) == limited
     assert limited == items[: len(limited)]
     assert len(calls_of(limited)) == min(len(calls_of(items)), max_calls)
     assert limited == items or len(calls_of(items)) >= max_calls

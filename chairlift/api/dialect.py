@@ -75,15 +75,17 @@ class Dialect:
         grammar = free_grammar(family, functions, is_parallel, schema, self._call_tokens())
         return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
 
-    def check_effort(self, body: Conversation) -> None:
-        """InvalidRequest if a request wants thoughts of a model without them, or none of a model that always thinks."""
+    def check_effort(self, body: Conversation) -> list[str]:
+        """A warning if a request wants thoughts of a model without them: clients ask for them with every request.
+
+        InvalidRequest if it wants none of a model that always thinks.
+        """
         if self._marks is None and body.effort not in (None, "none"):
-            what = 'only "none" is supported: this model does not write its thoughts apart from its answer'
-        elif self._marks is not None and body.effort == "none" and not self._can_refrain:
+            return [f"{body.effort_field} was left out: this model does not write its thoughts apart from its answer"]
+        if self._marks is not None and body.effort == "none" and not self._can_refrain:
             what = '"none" is not supported: this model\'s chat template cannot keep it from thinking'
-        else:
-            return
-        raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
+            raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
+        return []
 
     def reading(
         self,

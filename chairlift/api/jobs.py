@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
 from chairlift.api.telemetry import Observation, request_id_of
+from chairlift.api.truncation import encode_end
 from chairlift.api.turns import TURNS_WARNING, speakers_in_turn, without_billing_line
 from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
@@ -159,10 +161,10 @@ class JobMaker:
         structure = body.wanted_structure()
         if functions:
             structure = self._dialect.constrain_calls(functions, body, structure)
-        self._dialect.check_effort(body)
+        warnings = [*body.warnings, *self._dialect.check_effort(body)]
         options = client.options_of(body)
         chat_options = body.chat_options()
-        encoded = self._encode(body, chat_options, params.truncates_prompt)
+        encoded = self._encode(body, chat_options, params)
         # Clients of Anthropic's API often ask for more tokens than there is room for.
         clamps = self._clamps_max_tokens or isinstance(body, MessagesRequest)
         reading = self._dialect.reading(
@@ -178,30 +180,47 @@ class JobMaker:
             prompt_field="messages",
             text_options=replace(reading.text_options, clamps_max_tokens=clamps),
             field_names=body.field_names,
-            warnings=[*body.warnings, *encoded.warnings],
+            warnings=[*warnings, *encoded.warnings],
         )
 
     def _encode(
-        self, body: Conversation | CountTokensRequest, options: ChatOptions, truncates: bool = False
+        self, body: Conversation | CountTokensRequest, options: ChatOptions, params: SamplingParams | None = None
     ) -> _EncodedChat:
         """The prompt; if the template refuses the messages, that of `speakers_in_turn`."""
+        truncates = params is not None and params.truncates_prompt
         with own_field_names(body.field_names):
             messages: Sequence[Message] = body.template_messages()
             if not self._keeps_billing_line:
                 messages = without_billing_line(messages)
-            encode = self._llm.inputs.encode_chat
+            encode = partial(self._encode_messages, body, options, truncates)
             try:
-                return _EncodedChat(encode(messages, options, truncates))
+                return encode(messages)
             except InvalidRequest as refusal:
                 turns = speakers_in_turn(messages)
                 if turns == messages or isinstance(refusal, ContextLengthExceeded):
                     raise
                 try:
-                    return _EncodedChat(encode(turns, options, truncates), [TURNS_WARNING])
+                    encoded = encode(turns)
                 except ContextLengthExceeded:
                     raise
                 except InvalidRequest:
                     raise refusal from None  # it is about what the client wrote
+                return replace(encoded, warnings=[TURNS_WARNING, *encoded.warnings])
+
+    def _encode_messages(
+        self,
+        body: Conversation | CountTokensRequest,
+        options: ChatOptions,
+        truncates: bool,
+        messages: Sequence[Message],
+    ) -> _EncodedChat:
+        inputs = self._llm.inputs
+        if truncates or not isinstance(body, ResponsesRequest) or body.truncation != "auto":
+            return _EncodedChat(inputs.encode_chat(messages, options, truncates))
+        encode = partial(inputs.encode_chat, options=options)
+        token_ids, num_left_out = encode_end(messages, encode, inputs.max_seq_len, body.max_output_tokens)
+        warning = f"truncation: the first {num_left_out} messages did not fit and were left out"
+        return _EncodedChat(token_ids, [warning] if num_left_out else [])
 
     def _reply(self, body: Conversation, client: Client, params: SamplingParams, new_reader: NewReader) -> Reply:
         model, vocabulary = self._model_name, self._llm.inputs.vocabulary

@@ -46,6 +46,13 @@ async def post(server: Server, path: str, body: dict[str, Any], status: int = 20
     return reply
 
 
+async def warning_of(server: Server, path: str, body: dict[str, Any]) -> str | None:
+    """The `Warning` header of a reply that is no error."""
+    async with aiohttp.ClientSession(server.url) as http, http.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        return response.headers.get("Warning")
+
+
 async def text_of(server: Server, body: dict[str, Any]) -> str:
     """What a completion says, in its first choice."""
     text: str = (await post(server, COMPLETIONS, body))["choices"][0]["text"]

@@ -47,15 +47,17 @@ GENERATING: dict[type[BaseModel], dict[str, Any]] = {
 VALUES: list[Any] = [0, "", [], {}, "auto", {"type": "x"}, [{}], False]
 HINTS = {"metadata", "safety_identifier", "service_tier", "prompt_cache_key"}
 HINTS |= {"prompt_cache_retention", "prompt_cache_options"}
+EXTRAS = {"spaces_between_special_tokens", "guided_decoding_backend", "n_keep", "repeat_last_n", "mirostat_tau"}
+EXTRAS |= {"mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n"}
 FATES: dict[type[BaseModel], tuple[set[str], set[str]]] = {  # accepted without an effect, and refused
     ChatCompletionRequest: (
-        {*HINTS, "store", "modalities"},
-        {"audio", "functions", "function_call", "verbosity", "web_search_options", "moderation"},
+        {*HINTS, *EXTRAS, "store", "modalities"},
+        {"audio", "web_search_options", "moderation"},
     ),
-    CompletionRequest: ({*HINTS, "store"}, {"suffix"}),
+    CompletionRequest: ({*HINTS, *EXTRAS, "store"}, set()),
     ResponsesRequest: (
-        {*HINTS, "client_metadata"},
-        {"conversation", "prompt", "max_tool_calls", "moderation", "context_management", "access_programs", "image"},
+        {*HINTS, *EXTRAS, "client_metadata", "max_tool_calls"},
+        {"conversation", "prompt", "moderation", "access_programs", "image"},
     ),
     MessagesRequest: (
         {*("cache_control", "context_management", "speed", "user_profile_id", "workspace_id", "billing_policy")}

@@ -23,7 +23,13 @@ HINTS: dict[str, Any] = {"metadata": {"a": "b"}, "safety_identifier": "c", "stor
 HINTS |= {"prompt_cache_key": "d", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
 # Fields of a chat that work, with values that ask for nothing.
 IDLE: dict[str, Any] = {"modalities": ["text"], "reasoning_effort": "none", "tool_choice": "auto"}
-IDLE |= {"response_format": {"type": "text"}}
+IDLE |= {"response_format": {"type": "text"}, "verbosity": "medium", "functions": [], "top_logprobs": 0}
+IDLE |= {"function_call": "none", "echo": False, "include_reasoning": True, "documents": []}
+# Parameters of other engines, as vLLM's clients and llama.cpp's page send them.
+IDLE |= {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False}
+IDLE |= {"use_beam_search": False, "length_penalty": 1, "cache_prompt": True, "typ_p": 1, "dynatemp_range": 0}
+IDLE |= {"xtc_probability": 0, "xtc_threshold": 0.1, "dry_multiplier": 0, "dry_base": 1.75, "repeat_penalty": 1}
+IDLE |= {"timings_per_token": False, "mirostat": 0, "min_keep": 0, "n_probs": 0, "id_slot": -1, "top_n_sigma": -1}
 IDLE |= {"prediction": {"type": "content", "content": "41"}, "chat_template_kwargs": {"mood": "good"}}
 
 
@@ -35,7 +41,10 @@ ITEM_ID = re.compile("msg_[0-9a-f]+")
 
 @pytest.mark.parametrize(
     ("path", "body", "accepted"),
-    [(CHAT, GREEDY, {**HINTS, **IDLE}), (COMPLETIONS, STORY, {**HINTS, "best_of": 1, "n": 1, "echo": False})],
+    [
+        (CHAT, GREEDY, {**HINTS, **IDLE}),
+        (COMPLETIONS, STORY, {**HINTS, "best_of": 1, "n": 1, "echo": False, "suffix": ""}),
+    ],
 )
 async def test_accepted_fields_change_nothing(
     server: Server, path: str, body: dict[str, Any], accepted: dict[str, Any]
@@ -45,6 +54,25 @@ async def test_accepted_fields_change_nothing(
         reply = await post(server, path, {**body, **fields})
         assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), fields
         assert reply["id"] != plain["id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"skip_special_tokens": False}, "only true is supported: return_token_ids shows special tokens"),
+        (CHAT, {"functions": [{"name": "f"}]}, "only [] is supported: deprecated; use tools"),
+        (CHAT, {"function_call": {"name": "f"}}, 'only "none" or "auto" is supported: deprecated; use tool_choice'),
+        (COMPLETIONS, {"repeat_penalty": 1.1}, "only 1.0 is supported: use repetition_penalty"),
+        (COMPLETIONS, {"suffix": "."}, 'only "" is supported: the model continues texts, it does not fill gaps'),
+        (COMPLETIONS, {"mirostat": 2}, "only 0 is supported: there is no such sampler here"),
+    ],
+)
+async def test_a_value_that_would_change_the_answer_is_refused(
+    server: Server, path: str, fields: dict[str, Any], message: str
+) -> None:
+    ((name, _),) = fields.items()
+    error = await error_of(server, path, {**(GREEDY if path == CHAT else STORY), **fields})
+    assert (error["param"], error["message"]) == (name, f"{name}: {message}")
 
 
 # --- shapes

@@ -26,6 +26,7 @@ from tests.api.contract import (
     post,
     serving,
     user,
+    warning_of,
     whole_and_chunks,
 )
 from tests.support.scripted_model import ALWAYS, END_TOKEN, HYBRID, MISTRAL, install, make_thinking_checkpoint
@@ -236,10 +237,23 @@ async def test_thoughts_that_are_cut_off_are_all_there_is(serve: Serve) -> None:
 async def test_without_a_parser_thoughts_are_text(serve: Serve) -> None:
     async with serve(HYBRID, "<think>Hm.</think>Four.", reasoning_parser=ReasoningFamily.NONE) as server:
         reply = await ask(server)
-        error = await error_of(server, CHAT, {"messages": QUESTION, "reasoning_effort": "low"})
     assert reply["choices"][0]["message"]["content"] == "<think>Hm.</think>Four."
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-    assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
+
+
+async def test_effort_asked_of_a_model_without_thoughts_is_a_warning(serve: Serve) -> None:
+    async with serve(HYBRID, "Four.", reasoning_parser=ReasoningFamily.NONE) as server:
+        asked = (
+            (CHAT, {"messages": QUESTION, "reasoning_effort": "max", "verbosity": "high", "stream": True}),
+            ("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}, "text": {"verbosity": "low"}}),
+            (CHAT, {"messages": QUESTION, "reasoning_effort": "none", "verbosity": "medium"}),
+        )
+        chat, response, idle = [await warning_of(server, path, body) for path, body in asked]
+    no_thoughts = "was left out: this model does not write its thoughts apart from its answer"
+    verbosity = "verbosity was left out: ask for it in a message"
+    assert chat == f'299 - "{verbosity}", 299 - "reasoning_effort {no_thoughts}"'
+    assert response == f'299 - "text.{verbosity}", 299 - "reasoning.effort {no_thoughts}"'
+    assert idle is None
 
 
 async def test_a_model_that_always_thinks_cannot_be_told_not_to(serve: Serve) -> None:

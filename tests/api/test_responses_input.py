@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import fields_of
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
+from chairlift.api.wire.extras import EngineExtras
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
@@ -186,7 +187,7 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
     streaming = get_type_hints(response_create_params.ResponseCreateParamsStreaming)
     sent = {*streaming, *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming)}
     ours = {"priority", "cache_salt", "timeout", "structured_outputs", "speculation"}
-    ours |= {"chat_template_kwargs", "parse_special_tokens"}
+    ours |= {"chat_template_kwargs", "parse_special_tokens", *EngineExtras.model_fields}
     codex = {"client_metadata"}
     sampling = set(SamplingParams.model_fields) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
     assert sent | ours | codex | sampling == {row.name for row in fields_of(ResponsesRequest)}
@@ -201,6 +202,9 @@ ACCEPTED: list[dict[str, Any]] = [
     # Defaults may be written out.
     {"background": False, "truncation": "disabled", "text": {"verbosity": "medium"}, "top_logprobs": 0, "store": True},
     {"prompt_cache_options": {"mode": "implicit", "ttl": "30m", "prewarm": False}, "tool_choice": "none"},
+    {"reasoning": {"mode": "standard"}, "context_management": [], "truncation": "auto"},
+    # Built-in tools have nothing to limit or to tell.
+    {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"], "max_tool_calls": 3},
 ]
 
 
@@ -209,6 +213,22 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
     body = parse(**fields)
     assert body.template_messages() == [{"role": "user", "content": "hi"}]
     assert not body.has_logprobs
+    assert body.warnings == []
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"text": {"verbosity": "low"}}, "text.verbosity was left out: ask for it in a message"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode was left out: there is one mode"),
+    (
+        {"context_management": [{"type": "compaction", "compact_threshold": 9}]},
+        "context_management was left out: nothing is compacted; leave out of input what the model may forget",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "warning"), LEFT_OUT)
+def test_what_cannot_be_honoured_but_does_no_harm_is_left_out(fields: dict[str, Any], warning: str) -> None:
+    assert parse(**fields).warnings == [warning]
 
 
 def test_a_response_is_sampled_with_the_same_fields_as_a_chat_or_a_completion() -> None:
@@ -230,10 +250,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("foo", {"foo": 1}, "unknown or unsupported field: foo"),
     ("max_tokens", {"max_tokens": 1}, "unknown or unsupported field"),
     ("background", {"background": True}, "background: only false is supported: "),
-    ("truncation", {"truncation": "auto"}, 'truncation: only "disabled" is supported: '),
-    ("text.verbosity", {"text": {"verbosity": "low"}}, 'text.verbosity: only "medium" is supported'),
+    ("truncation", {"truncation": "middle"}, "truncation: Input should be 'auto' or 'disabled'"),
+    ("text", {"text": {"verbosity": "curt"}}, "Input should be 'low', 'medium' or 'high'"),
     ("prompt_cache_options.prewarm", {"prompt_cache_options": {"prewarm": True}}, "every request is"),
-    ("include", {"include": ["web_search_call.results"]}, "'web_search_call.results' is not supported"),
+    ("include", {"include": ["message.audio"]}, "'message.audio' is not supported"),
     ("reasoning", {"reasoning": {"effort": "little"}}, "Input should be 'none', 'minimal', 'low'"),
     ("top_logprobs", {"top_logprobs": 1}, "only allowed with include"),
     ("top_logprobs", {"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "equal to 20"),

@@ -259,6 +259,7 @@ def _response_at_its_start(
         tools=tools,
         top_logprobs=body.top_logprobs or 0,
         reasoning=wire.ReasoningUsed(effort=body.effort),
+        truncation=body.truncation or "disabled",
         **params.model_dump(include=_SAMPLING),
         **body.model_dump(include=_REPEATED),
     )

@@ -45,14 +45,10 @@ REFUSED = {
     "AssistantTurn": {"audio": _TEXT_ONLY, "function_call": _CALLS},
     "ChatCompletionRequest": {
         "audio": _TEXT_ONLY,
-        "functions": "deprecated; use tools",
-        "function_call": _CALLS,
-        "verbosity": "ask for it in a message",
         "web_search_options": "there is no web search here",
         "moderation": _MODERATION,
     },
     "ChatMessage": {"tool_call_id": "it belongs to messages with role tool"},
-    "CompletionRequest": {"suffix": "the model continues texts, it does not fill gaps"},
     "CountTokensRequest": {
         "mcp_servers": "the client connects to such servers, and sends their tools",
         "compaction": "leave out of messages what the model may forget",
@@ -70,9 +66,7 @@ REFUSED = {
     "ResponsesRequest": {
         "conversation": _STATELESS,
         "prompt": "no prompts are stored here; send its text",
-        "max_tool_calls": "there are no built-in tools here",
         "moderation": _MODERATION,
-        "context_management": "leave out of input what the model may forget",
         "access_programs": "there are no access programs here",
         "image": _TEXT_ONLY,
     },
@@ -124,6 +118,7 @@ class Fate(StrEnum):
 
     WORKS = "works"
     IGNORED = "accepted, changes nothing"
+    IDLE = "accepted where it changes nothing"
     LEFT_OUT = "accepted, with a warning"
     REFUSED = "refused unless null"
 
@@ -135,8 +130,33 @@ class Ignored:
     why: str
     fate: ClassVar = Fate.IGNORED
 
+    @property
+    def told(self) -> str:
+        """The reason as the reference gives it."""
+        return self.why
+
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "description": f"{self.fate}: {self.why}"}
+        return {**handler(schema), "description": f"{self.fate}: {self.told}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(Ignored):
+    """Marks a field that is accepted with these values, by which it asks for nothing, and refused with any other."""
+
+    values: tuple[object, ...] = ()
+    fate: ClassVar = Fate.IDLE
+
+    @property
+    def told(self) -> str:
+        return f"only {' or '.join(to_json(value).decode() for value in self.values)} is supported: {self.why}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: object, info: ValidationInfo) -> object:
+        if value is not None and value not in self.values:
+            raise InvalidRequest(f"{info.field_name}: {self.told}", info.field_name)
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class CountTokensRequest(ToolUse):
             return effort_arguments("none")
         effort = None if self.output_config is None else self.output_config.effort
         if effort is not None:
-            return effort_arguments("xhigh" if effort == "max" else effort)
+            return effort_arguments(effort)
         return {} if self.thinking is None else {"enable_thinking": True}
 
 

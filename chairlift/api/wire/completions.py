@@ -15,7 +15,18 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chairlift.api.wire import Body, Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
+from chairlift.api.wire import (
+    Body,
+    Idle,
+    Ignored,
+    LeftOut,
+    LeftOutIfNone,
+    Texts,
+    TokenIds,
+    Usage,
+    let_others_run,
+    only_types,
+)
 from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.api.wire.messages import Effort, NamedTool, ParallelToolUse, ToolChoiceMode
 from chairlift.api.wire.rendering import Rendering
@@ -35,6 +46,8 @@ class CompletionRequest(CompletionsRequest):
         description="log-probabilities of the tokens and of this many likeliest ones (with echo, of the prompt's too)",
     )
     best_of: StrictInt | None = Field(None, description="must be the value of n: all answers are returned")
+    suffix: Annotated[str | None, Idle("the model continues texts, it does not fill gaps", ("",))] = None
+    add_special_tokens: Annotated[StrictBool | None, Idle("send token ids to have none added", (True,))] = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -164,10 +177,18 @@ class ChatCompletionRequest(Rendering, ParallelToolUse, CompletionsRequest):
         None, description="text that the answer is likely to repeat; with --speculation, guesses are taken from it"
     )
     modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LeftOut("ask for it in a message", ("medium",))] = (
+        None
+    )
+    functions: Annotated[list[Any] | None, Idle("deprecated; use tools", ([],))] = None
+    function_call: Annotated[str | dict[str, Any] | None, Idle("deprecated; use tool_choice", ("none", "auto"))] = None
+    echo: Annotated[StrictBool | None, Idle("the last message is not part of an answer", (False,))] = None
+    include_reasoning: Annotated[StrictBool | None, Idle("thoughts have a field of their own", (True,))] = None
+    documents: Annotated[list[Any] | None, Idle("put them into a message", ([],))] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true", "top_logprobs")
         if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")

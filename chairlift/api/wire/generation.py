@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from chairlift.api.wire import Body, Ignored, Label, Metadata, Texts, TokenIds, only, without_nulls
+from chairlift.api.wire.extras import EngineExtras
 from chairlift.errors import InvalidGrammar, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 
@@ -244,7 +245,7 @@ class GenerationRequest(Body):
         return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **own})
 
 
-class OpenAIRequest(GenerationRequest):
+class OpenAIRequest(EngineExtras, GenerationRequest):
     """What OpenAI's endpoints have in common."""
 
     user: Label | None = Field(None, description=SENDER)

@@ -217,7 +217,7 @@ class ChosenFunction(NamedFunction):
 
 
 ToolChoiceMode = Literal["none", "auto", "required"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 # --- how both become a prompt
@@ -227,7 +227,9 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
     """The variables of chat templates that say how much to think."""
     if effort is None:
         return {}
-    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": "xhigh" if effort == "max" else effort}
 
 
 class TemplateInput(Body):

@@ -153,7 +153,7 @@ class ResponseObject(BaseModel):
     reasoning: ReasoningUsed = ReasoningUsed()
     service_tier: Literal["default"] = "default"
     store: bool = False
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
 
 class DeletedResponse(BaseModel):

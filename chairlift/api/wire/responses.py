@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
 
-from chairlift.api.wire import Body, Ignored, OneOf, Written, by_type, only, only_types, type_of
+from chairlift.api.wire import Body, Ignored, LeftOut, OneOf, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.generation import (
@@ -198,7 +198,12 @@ def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) ->
 
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
-
+_INCLUDABLE = {
+    *(LOGPROBS, _REASONING),
+    # What belongs to built-in tools and images, of which a reply has none.
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
+}
 
 InputItems = list[InputItem]
 AnyTool = Annotated[FunctionTool | LeftOutTool, known_or_left_out(FunctionTool, "function")]
@@ -208,9 +213,9 @@ class TextOptions(Body):
     """Options of the answer's text."""
 
     format: TextFormat | None = Field(None, description="json_object and json_schema are enforced token by token")
-    verbosity: Annotated[
-        Literal["low", "medium", "high"] | None, only("medium", "ask for it in a message", "text.verbosity")
-    ] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LeftOut("ask for it in a message", ("medium",))] = (
+        None
+    )
 
 
 class ReasoningOptions(Body):
@@ -222,7 +227,7 @@ class ReasoningOptions(Body):
     summary: Annotated[str | None, Ignored("reasoning is returned in full")] = None
     generate_summary: Annotated[str | None, Ignored("reasoning is returned in full")] = None
     context: Annotated[str | None, Ignored("there is no earlier reasoning to keep")] = None
-    mode: Annotated[Literal["standard"] | None, only("standard", "there is one mode", "reasoning.mode")] = None
+    mode: Annotated[str | None, LeftOut("there is one mode", ("standard",))] = None
 
 
 class ResponsesRequest(ParallelToolUse, OpenAIRequest):
@@ -237,7 +242,8 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     )
     include: list[str] | None = Field(
         None,
-        description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": reasoning comes in full',
+        description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": reasoning comes in full;'
+        " those of built-in tools and images change nothing",
     )
     top_logprobs: StrictInt | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="also this many of the likeliest tokens; only with include"
@@ -253,15 +259,21 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     )
     reasoning: ReasoningOptions | None = Field(None, description="for models that think before they answer")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
-    truncation: Annotated[
-        Literal["auto", "disabled"] | None, only("disabled", "leave out of input what the model may forget")
-    ] = Field(None, description='only "disabled": a conversation that is too long is an error')
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None,
+        description="auto: the first messages of a conversation that is too long are left out, with a warning;"
+        " disabled, the default: it is an error",
+    )
     store: StrictBool | None = Field(
         None, description="true: keep the reply in memory for a while, for GET and previous_response_id"
     )
     previous_response_id: str | None = Field(
         None, description="a stored response whose conversation this one goes on with; instructions are not kept"
     )
+    max_tool_calls: Annotated[StrictInt | None, Ignored("it counts calls of built-in tools, and there are none")] = None
+    context_management: Annotated[
+        list[Any] | None, LeftOut("nothing is compacted; leave out of input what the model may forget", ([],))
+    ] = None
     client_metadata: Annotated[dict[str, Any] | None, FOR_STATISTICS] = None
     background: Annotated[StrictBool | None, only(False, "a reply cannot be fetched later")] = Field(
         None, description="only false"
@@ -271,7 +283,7 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     @classmethod
     def _check_include(cls, include: list[str] | None) -> list[str] | None:
         for wanted in include or []:
-            if wanted not in (LOGPROBS, _REASONING):
+            if wanted not in _INCLUDABLE:
                 raise InvalidRequest(
                     f"include: {wanted!r} is not supported; known here: {LOGPROBS}, {_REASONING}", "include"
                 )

@@ -67,6 +67,11 @@ class StructuredOutputs:
         default=None, min_length=1, max_length=10_000, description="the texts to choose from"
     )
     grammar: GrammarText | None = Field(default=None, description="context-free grammar in Lark's or GBNF's notation")
+    disable_additional_properties: StrictBool | None = Field(
+        default=None,
+        description="with json: whether objects have no properties but those that the schema names, where it names some"
+        " and leaves additionalProperties out; default: the server's setting, and true for LLM",
+    )
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]

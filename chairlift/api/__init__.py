@@ -54,6 +54,11 @@ class ServerConfig(BaseModel):
         None,
         description="how the model marks its thoughts; unset: as its chat template says; none: they stay in the answer",
     )
+    allow_additional_properties: bool = Field(
+        False,
+        description="where a JSON schema names an object's properties and leaves additionalProperties out, let answers"
+        " and calls have others, which small models make up; a schema that says additionalProperties is followed",
+    )
     keep_billing_line: bool = Field(
         False,
         description="show models the billing line that begins Claude Code's system prompts; it differs in every"

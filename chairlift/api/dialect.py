@@ -17,7 +17,8 @@ from chairlift.api.tools import (
     family_of_template,
     reasoning_of_template,
 )
-from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar, schema_lines
+from chairlift.api.tools.functions import Arguments, FunctionSpec, enforced_arguments
+from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar, schema_lines
 from chairlift.api.wire.generation import Part, WantedStructure
 from chairlift.api.wire.responses import Conversation
 from chairlift.engine.text.grammar import Thinking
@@ -45,6 +46,7 @@ class Dialect:
     def __init__(self, inputs: InputProcessor, config: ServerConfig) -> None:
         """ConfigurationError if the model lacks the configured marks."""
         self._inputs = inputs
+        self._allows_more = config.allow_additional_properties
         self._tool_family = config.tool_call_parser or family_of_template(inputs.tokenizer.chat_template)
         self._marks = _thought_marks(inputs.tokenizer, config.reasoning_parser)
         self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
@@ -63,17 +65,20 @@ class Dialect:
                 " it with --tool-call-parser",
                 "tools",
             )
+        closes_objects = not self._allows_more
         if body.call_mode == "required":
-            return _structure_of(forced_calls_grammar(family, functions, is_parallel, self._call_tokens()), functions)
+            arguments = enforced_arguments(functions, is_forced=True, closes_objects=closes_objects)
+            return _structure_of(forced_calls_grammar(family, arguments, is_parallel, self._call_tokens()), arguments)
         if wanted is not None and wanted.schema is None:
             raise InvalidRequest(
                 f'with tools, {wanted.field} can only ask for JSON; or set tool_choice to "none"', wanted.field
             )
         if wanted is None and not any(function.strict for function in functions):
             return None
+        arguments = enforced_arguments(functions, is_forced=False, closes_objects=closes_objects)
         schema = None if wanted is None else wanted.schema
-        grammar = free_grammar(family, functions, is_parallel, schema, self._call_tokens())
-        return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
+        grammar = free_grammar(family, arguments, is_parallel, schema, self._call_tokens())
+        return _structure_of(grammar, arguments, wanted)
 
     def check_effort(self, body: Conversation) -> list[str]:
         """A warning if a request wants thoughts of a model without them: clients ask for them with every request.
@@ -164,14 +169,18 @@ def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _Tho
     return None
 
 
-def _structure_of(grammar: str, functions: list[FunctionSpec], field: str = "tools") -> WantedStructure:
+def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStructure | None = None) -> WantedStructure:
+    """The structure of calls, or of calls and the answer that is `wanted`."""
+    field = "tools" if wanted is None else wanted.field
     parts = {
         line: Part(field, "the schema")
         if index is None
         else Part("tools", f"the parameters of function {functions[index].name!r}")
         for line, index in schema_lines(grammar).items()
     }
+    left_out = [each for function in functions for each in function.left_out]
+    left_out += [] if wanted is None else wanted.left_out
     try:
-        return WantedStructure(field, StructuredOutputs(grammar=grammar), parts)
+        return WantedStructure(field, StructuredOutputs(grammar=grammar), parts, left_out=tuple(left_out))
     except ValidationError as error:
         raise InvalidRequest(f"{field}: the schemas are too large together", field) from error

@@ -94,6 +94,7 @@ class JobMaker:
         self._store = store
         self._keeps_billing_line = config.keep_billing_line
         self._clamps_max_tokens = config.clamp_max_tokens
+        self._allows_more = config.allow_additional_properties
         self._dialect = Dialect(llm.inputs, config)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
@@ -139,17 +140,18 @@ class JobMaker:
             )
 
     def _read_completion(self, body: CompletionRequest, client: Client) -> UncheckedJob:
+        structure = self._structure_of(body)
         return UncheckedJob(
             prompts=list(body.prompts()),
             params=body.params(self._llm.inputs.default_params),
             options=client.options_of(body),
             reply=CompletionReply(body, self._model_name, self._llm.inputs, self._fingerprint),
             is_streamed=bool(body.stream),
-            structure=body.wanted_structure(),
+            structure=structure,
             prompt_field="prompt",
             text_options=replace(DEFAULT_TEXT, clamps_max_tokens=self._clamps_max_tokens),
             keeps_text=bool(body.echo),
-            warnings=body.warnings,
+            warnings=[*body.warnings, *_left_out(structure)],
         )
 
     def _read_conversation(self, body: Conversation, client: Client) -> UncheckedJob:
@@ -158,10 +160,10 @@ class JobMaker:
         inputs = self._llm.inputs
         params = body.params(inputs.default_chat_params)  # checks `n`, the number of choices that the reply creates
         functions = body.functions_to_call()
-        structure = body.wanted_structure()
+        structure = self._structure_of(body)
         if functions:
             structure = self._dialect.constrain_calls(functions, body, structure)
-        warnings = [*body.warnings, *self._dialect.check_effort(body)]
+        warnings = [*body.warnings, *_left_out(structure), *self._dialect.check_effort(body)]
         options = client.options_of(body)
         chat_options = body.chat_options()
         encoded = self._encode(body, chat_options, params)
@@ -182,6 +184,11 @@ class JobMaker:
             field_names=body.field_names,
             warnings=[*warnings, *encoded.warnings],
         )
+
+    def _structure_of(self, body: CompletionRequest | Conversation) -> WantedStructure | None:
+        """What the answer must look like, ready to be enforced."""
+        wanted = body.wanted_structure()
+        return None if wanted is None else wanted.enforceable(self._allows_more)
 
     def _encode(
         self, body: Conversation | CountTokensRequest, options: ChatOptions, params: SamplingParams | None = None
@@ -252,6 +259,10 @@ class JobMaker:
             store.keep(owner, reply.id, StoredResponse(conversation, reply.model_dump_json().encode()))
 
         return keep
+
+
+def _left_out(structure: WantedStructure | None) -> Sequence[str]:
+    return () if structure is None else structure.left_out
 
 
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each

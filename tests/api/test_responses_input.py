@@ -268,7 +268,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("seed", {"seed": "7"}, "seed: Input should be a valid integer"),
     ("tool_choice", {"tools": [TOOL], "tool_choice": CHOSEN}, "there is no tool 'z'"),
     ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "type 'mcp' is not supported"),
-    ("text", {"text": {"format": {"type": "json_schema", "schema": {}}}}, "name and schema go"),
+    ("text", {"text": {"format": {"type": "json_schema", "name": "x"}}}, "type json_schema needs a schema"),
     ("text", {"text": {"format": {"type": "text", "schema": {}}}}, "name and schema go"),
     ("text.format.json_schema", {"text": {"format": {"type": "json_schema", "json_schema": {}}}}, ""),
 ]

@@ -15,10 +15,11 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
+from chairlift.api import ServerConfig
 from chairlift.engine.sampling import compiled_grammar
 from chairlift.engine.text import grammar
-from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, check_chat, error_of, post, text_of, user
+from tests.api.conftest import Server, serving
+from tests.api.contract import CHAT, COMPLETIONS, check_chat, error_of, post, text_of, user, warning_of
 
 HELLO = user("Tell me a story about a fox.")
 TEXT = {"type": "string"}
@@ -107,6 +108,56 @@ async def test_every_field_that_names_a_structure_means_the_same(server: Server)
     }
     assert len(texts) == 1
     jsonschema_rs.validator_for(schema).validate(json.loads(texts.pop()))
+
+
+SHAPE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"response_format": {"type": "json_object", "schema": SHAPE}}),
+        (CHAT, {"response_format": {"type": "json_schema", "schema": SHAPE}}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SHAPE}}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": SHAPE}}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": SHAPE}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SHAPE}}, "max_tokens": 99}),
+    ],
+)
+async def test_a_schema_is_enforced_however_it_is_written(server: Server, path: str, fields: dict[str, Any]) -> None:
+    asked = {"input": "Hi"} if path == "/v1/responses" else {"messages": HELLO}
+    reply = await post(server, path, {**asked, **fields})
+    assert '{\\"a\\": 1}' in json.dumps(reply)
+
+
+async def test_keys_without_a_name_are_the_servers_choice() -> None:
+    form = {"response_format": json_schema(SHAPE), "logit_bias": {str(ord(",")): 100}, "max_tokens": 30}
+    longer = {**form, "structured_outputs": {"json": SHAPE, "disable_additional_properties": False}}
+    del longer["response_format"]
+    async with serving() as server:
+        assert await content(server, **form) == '{"a": 1}'
+        more = await post(server, CHAT, {"messages": HELLO, **longer})
+    async with serving(ServerConfig(allow_additional_properties=True)) as server:
+        reply = await post(server, CHAT, {"messages": HELLO, **form})
+    for each in (more, reply):
+        assert each["choices"][0]["message"]["content"].startswith('{"a": 1, "')
+
+
+async def test_what_of_a_schema_is_not_enforced_is_a_warning(server: Server) -> None:
+    either = {"oneOf": [{"const": 1}, {"enum": [1, 2]}]}
+    wide = {"type": "number", "maximum": 3.4028234663852886e38}
+    function = {"name": "f", "parameters": closed(a=either), "strict": True}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    one_of = "oneOf is enforced as anyOf, so a value may fit several of its schemas"
+    bias = {str(ord("1")): 100}
+    for path, fields, warnings in (
+        (CHAT, {"messages": HELLO, "response_format": json_schema(either)}, [f"response_format: {one_of}"]),
+        (COMPLETIONS, {"prompt": "a", "guided_json": wide}, ["guided_json: bounds beyond 2^63 are not enforced"]),
+        (CHAT, {"messages": HELLO, **tools}, [f"tools: the parameters of function 'f': {one_of}"]),
+        (CHAT, {"messages": HELLO, "response_format": json_schema({"oneOf": [{"const": 1}, {"const": 2}]})}, []),
+    ):
+        header = await warning_of(server, path, {"logit_bias": bias, "max_tokens": 40, **fields})
+        assert header == (", ".join(f'299 - "{each}"' for each in warnings) or None)
 
 
 async def test_properties_come_in_the_order_of_the_schema_and_in_the_style_of_json_dumps(server: Server) -> None:
@@ -212,9 +263,11 @@ TOO_LONG = "{} has more than 262144 characters; simplify it"
 OUR_OWN_NAME = {"name": "x", "schema_": {"type": "integer"}}  # in our code, not in JSON
 REFUSED: list[tuple[str, Any, str]] = [
     ("response_format", json_schema({"type": "nonsense"}), "Invalid type: nonsense"),
-    ("guided_json", {"not": {}}, "not"),
+    ("guided_json", {"not": {}, "if": {}}, 'these keywords cannot be enforced: "if", "not"; leave them out'),
+    ("guided_json", {"type": "number", "minimum": 1e19}, "minimum 1e+19 cannot be enforced, because it is beyond 2^63"),
+    ("guided_json", "[]", "the schema is not an object"),
     ("guided_json", {"$ref": "#/$defs/X"}, "/$defs/X"),
-    ("guided_json", {"$ref": "https://example.org/x"}, "https://example.org/x"),
+    ("guided_json", {"$ref": "https://example.org/x"}, "'https://example.org/x' leads out of the schema; only"),
     ("guided_json", {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}, "nsatisfiable"),
     ("guided_json", "{", ""),
     ("guided_json", {"type": "string", "pattern": "(a"}, "unclosed group"),
@@ -233,7 +286,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("structured_outputs", {"regex": "a", "choice": ["a"]}, "regex and choice"),
     ("structured_outputs", {}, "exactly one"),
     ("structured_outputs", {"json_object": "yes"}, "valid boolean"),
-    ("response_format", {"type": "json_schema", "json_schema": {}}, "name"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": ""}}, "name"),
+    ("response_format", {"type": "text", "schema": {}}, "schema goes with json_object"),
+    ("response_format", {"type": "json_schema", "schema": {}, "json_schema": {}}, "schema goes with json_object"),
     ("response_format", {"type": "json_object", "json_schema": {"name": "x"}}, "type json_schema"),
     ("response_format", {"type": "json_schema"}, "json_schema"),
     ("response_format.json_schema.schema_", {"type": "json_schema", "json_schema": OUR_OWN_NAME}, "unknown"),

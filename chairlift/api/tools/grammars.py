@@ -12,19 +12,20 @@ Qwen3-Coder. A mark that is a special token of the vocabulary is matched as that
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from chairlift.api.tools import FORMATS, ToolFamily
 from chairlift.api.tools.code_calls import is_text
-from chairlift.errors import InvalidRequest
-from chairlift.params import find_excess
+from chairlift.api.tools.functions import Arguments, Parameter
 
 _SCHEMA_RULE = re.compile(r"(?:call_(?P<index>\d+)(?:_\d+)?|answer): ")
-_ANY_OBJECT = {"type": "object"}
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,  # see `schemas`
+}
 _SPACE = r"[ \t\n\r]*"
-_DEFINITIONS = ("$defs", "definitions")
 _SHARED_RULES = {
     "any_argument": rf"any_argument: /[A-Za-z_][A-Za-z0-9_]*=/ %json {json.dumps({'x-guidance': _JSON_STYLE})}",
     "any_element": r'any_element: /<parameter=[^<>\n]+>\n/ text_value "\n"',
@@ -35,100 +36,33 @@ MarkTokens = Mapping[str, int]
 """The special tokens that are marks of calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionSpec:
-    """A function that the model may call. `parameters` is a JSON schema of an object; None lets any object pass."""
-
-    name: str
-    parameters: dict[str, Any] | None
-    strict: bool | None
-    description: str | None
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        return self.parameters or {}
-
-    def as_template_input(self) -> dict[str, Any]:
-        """The function as chat templates expect it, in the shape of chat completions."""
-        fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, **given}}
-
-
 def forced_calls_grammar(
-    family: ToolFamily, functions: Sequence[FunctionSpec], is_parallel: bool, tokens: MarkTokens
+    family: ToolFamily, functions: Sequence[Arguments], is_parallel: bool, tokens: MarkTokens
 ) -> str:
-    """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else.
-
-    Every function's arguments follow its schema. Keywords that llguidance does not know are ignored if the function is
-    not strict. InvalidRequest for a schema that is not of an object.
-    """
-    _check_size(functions)
-    schemas = [_Arguments(_schema_of(function), is_lenient=not function.strict) for function in functions]
-    writing = _Writing(family, tokens)
-    return "\n".join(["start: calls", *writing.rules(functions, schemas, is_parallel)]) + "\n"
+    """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else."""
+    return "\n".join(["start: calls", *_Writing(family, tokens).rules(functions, is_parallel)]) + "\n"
 
 
 def free_grammar(
     family: ToolFamily,
-    functions: Sequence[FunctionSpec],
+    functions: Sequence[Arguments],
     is_parallel: bool,
     answer_schema: dict[str, Any] | None,
     tokens: MarkTokens,
 ) -> str:
-    """Free text in which every call must be to one of these functions. With `answer_schema`: calls only, or such JSON.
-
-    The arguments of a function that is not strict are any JSON object. InvalidRequest for a strict function's schema
-    that is not of an object.
-    """
-    _check_size([function for function in functions if function.strict])
-    schemas = [_Arguments(_schema_of(function) if function.strict else _ANY_OBJECT) for function in functions]
+    """Free text in which every call is to one of these functions. With `answer_schema`: calls only, or such JSON."""
     writing = _Writing(family, tokens)
     if answer_schema is not None:
         start = f"start: answer | calls\nanswer: {_json(answer_schema)}"
     else:
         start = writing.free_text()
-    return "\n".join([start, *writing.rules(functions, schemas, is_parallel)]) + "\n"
+    return "\n".join([start, *writing.rules(functions, is_parallel)]) + "\n"
 
 
 def schema_lines(grammar: str) -> dict[int, int | None]:
     """The lines of such a grammar that have schemas, and the function of each; None: the answer's."""
     rules = ((number, _SCHEMA_RULE.match(line)) for number, line in enumerate(grammar.split("\n"), 1))
     return {number: int(rule["index"]) if rule["index"] else None for number, rule in rules if rule is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    name: str
-    schema: dict[str, Any]
-    is_required: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """The arguments that a function accepts."""
-
-    schema: dict[str, Any]
-    is_lenient: bool = False
-
-    def json(self) -> str:
-        return _json(self.schema, self.is_lenient)
-
-    def parameters(self) -> list[_Parameter] | None:
-        """The parameters one by one; None if any are allowed."""
-        properties = self.schema.get("properties")
-        if not isinstance(properties, dict):
-            return [] if self.schema.get("additionalProperties") is False else None
-        shared = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema}
-        required = self.schema.get("required")
-        return [
-            _Parameter(
-                name,
-                {**shared, **schema} if isinstance(schema, dict) else {},
-                isinstance(required, list) and name in required,
-            )
-            for name, schema in properties.items()
-        ]
 
 
 class _Writing:
@@ -138,7 +72,7 @@ class _Writing:
         self._form = form = FORMATS[family]
         self._tokens = tokens
         self._lead, self._between, self._tail = form.brackets[0], form.between, form.brackets[1]
-        self._call: Callable[[str, str, _Arguments], list[str]] = self._json_call
+        self._call: Callable[[str, Arguments], list[str]] = self._json_call
         match family:
             case ToolFamily.QWEN3_CODER:
                 self._call = self._element_call
@@ -148,7 +82,7 @@ class _Writing:
                 self._call, self._lead, self._between, self._tail = self._named_call, "", "", ""
         self._again = "" if form.is_bare or self._lead else form.opening  # before each further call
 
-    def rules(self, functions: Sequence[FunctionSpec], arguments: Sequence[_Arguments], is_parallel: bool) -> list[str]:
+    def rules(self, functions: Sequence[Arguments], is_parallel: bool) -> list[str]:
         """Rules: `calls` is all of them; `body` lacks the opening; `call` is one of them."""
         assert functions
         more = f"({self._literals(self._between, self._again, then='call')})*" if is_parallel else '""'
@@ -159,8 +93,8 @@ class _Writing:
             f"more_calls: {more}",
             "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
         ]
-        for index, (function, each) in enumerate(zip(functions, arguments, strict=True)):
-            lines += self._call(f"call_{index}", function.name, each)
+        for index, each in enumerate(functions):
+            lines += self._call(f"call_{index}", each)
         for name, shared in _SHARED_RULES.items():
             if any(name in line for line in lines):
                 lines.append(shared)
@@ -184,18 +118,18 @@ class _Writing:
             )
         )
 
-    def _json_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+    def _json_call(self, rule: str, arguments: Arguments) -> list[str]:
         # JSON tokens one by one, as in %json: the lexer takes the longest literal that matches, so a single literal for
         # all of them would exclude every other object that begins with `{"` (the answer's).
         padding = "\n" if self._form.closing else ""
         key = "parameters" if self._form.is_bare else "arguments"
-        head = self._literals(padding, "{", '"name"', ": ", _quoted(name), ", ", f'"{key}"', ": ")
-        return [f"{rule}: {head} {arguments.json()} {self._literals('}', padding, self._form.closing)}"]
+        head = self._literals(padding, "{", '"name"', ": ", _quoted(arguments.name), ", ", f'"{key}"', ": ")
+        return [f"{rule}: {head} {_json_of(arguments)} {self._literals('}', padding, self._form.closing)}"]
 
-    def _named_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
-        return [f"{rule}: {self._literals(name, '[ARGS]')} {arguments.json()}"]
+    def _named_call(self, rule: str, arguments: Arguments) -> list[str]:
+        return [f"{rule}: {self._literals(arguments.name, '[ARGS]')} {_json_of(arguments)}"]
 
-    def _element_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+    def _element_call(self, rule: str, arguments: Arguments) -> list[str]:
         parameters = arguments.parameters()
         if parameters is None:
             inner, lines = "any_element*", []
@@ -205,25 +139,25 @@ class _Writing:
                 f"{rule}_{i}: {self._literals(f'<parameter={each.name}>' + chr(10))} {self._element(each, arguments)}"
                 for i, each in enumerate(parameters)
             ]
-        head = self._literals("\n", f"<function={name}>", "\n")
+        head = self._literals("\n", f"<function={arguments.name}>", "\n")
         return [f"{rule}: {head} {inner} {self._literals('</function>', chr(10), self._form.closing)}", *lines]
 
-    def _element(self, parameter: _Parameter, arguments: _Arguments) -> str:
+    def _element(self, parameter: Parameter, arguments: Arguments) -> str:
         end = self._literals("\n</parameter>\n")
         if not is_text(parameter.schema):
             return f"{_json(parameter.schema, arguments.is_lenient)} {end}"
         values = parameter.schema.get("enum")
         return 'text_value "\\n"' if not values else f"({' | '.join(map(self._literals, map(str, values)))}) {end}"
 
-    def _python_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+    def _python_call(self, rule: str, arguments: Arguments) -> list[str]:
         parameters = arguments.parameters()
         if parameters is None:
             more = self._literals(", ", then="any_argument")
-            return [f"{rule}: {self._literals(name, '(')} (any_argument ({more})*)? {self._literals(')')}"]
+            return [f"{rule}: {self._literals(arguments.name, '(')} (any_argument ({more})*)? {self._literals(')')}"]
         first_required = next((i for i, each in enumerate(parameters) if each.is_required), len(parameters))
         starts = [f"{rule}_{i} {rule}_after_{i + 1}" for i in range(min(first_required + 1, len(parameters)))]
         starts += ['""'] if first_required == len(parameters) else []
-        lines = [f"{rule}: {self._literals(name, '(')} ({' | '.join(starts)}) {self._literals(')')}"]
+        lines = [f"{rule}: {self._literals(arguments.name, '(')} ({' | '.join(starts)}) {self._literals(')')}"]
         for i, each in enumerate(parameters):
             value = _json(each.schema, arguments.is_lenient)
             lines.append(f"{rule}_{i}: {self._literals(f'{each.name}=')} {value}")
@@ -242,6 +176,10 @@ class _Writing:
         return json.dumps(text).replace("\x7f", "\\u007f") if token is None else f"<[{token}]>"
 
 
+def _json_of(arguments: Arguments) -> str:
+    return _json(arguments.schema, arguments.is_lenient)
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -249,22 +187,3 @@ def _quoted(text: str) -> str:
 def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
     """One block per schema, because `$ref`s count from a block's root. Our style overrides that of the schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})
-
-
-def _check_size(functions: Sequence[FunctionSpec]) -> None:
-    """Refuses schemas that are too large to be enforced, before any work on them."""
-    for function in functions:
-        excess = find_excess(function.schema)
-        if excess is not None:
-            message = f"tools: the schema of the parameters of function {function.name!r} {excess}; simplify it"
-            raise InvalidRequest(message, "tools")
-    if find_excess([function.schema for function in functions]) is not None:
-        raise InvalidRequest("tools: the schemas are too large together; leave out some tools", "tools")
-
-
-def _schema_of(function: FunctionSpec) -> dict[str, Any]:
-    kind = function.schema.get("type", "object")
-    if kind != "object":
-        message = f"the parameters of function {function.name!r} must be a JSON schema of type object, not {kind!r}"
-        raise InvalidRequest(message, "tools")
-    return {**function.schema, "type": "object"}

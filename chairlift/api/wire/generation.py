@@ -22,6 +22,7 @@ from chairlift.api.wire import Body, Ignored, Label, Metadata, Texts, TokenIds, 
 from chairlift.api.wire.extras import EngineExtras
 from chairlift.errors import InvalidGrammar, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
+from chairlift.schemas import make_enforceable
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
@@ -46,18 +47,41 @@ class WantedStructure:
     field: str
     outputs: StructuredOutputs
     parts: Mapping[int, Part] = dataclasses.field(default_factory=dict)  # by line of a grammar that was made here
+    schema: dict[str, Any] | None = None  # the structure as JSON Schema, as it is enforced; None: it is something else
+    left_out: tuple[str, ...] = ()  # sentences about what of it is not enforced
 
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """The structure as JSON Schema; None if it is something else."""
+    def enforceable(self, allows_more: bool) -> Self:
+        """The same with its schema. `allows_more`: objects may have keys that it does not name, unless it says so.
+
+        InvalidRequest if the schema cannot be enforced.
+        """
         if self.outputs.json_object:
-            return {"type": "object"}
+            return dataclasses.replace(self, schema={"type": "object"})
+        if self.outputs.json is None:
+            return self
+        is_closed = self.outputs.disable_additional_properties
+        is_closed = not allows_more if is_closed is None else is_closed
         try:
-            return json.loads(self.outputs.json) if isinstance(self.outputs.json, str) else self.outputs.json
+            prepared = make_enforceable(self._given_schema(), is_closed)
+        except InvalidGrammar as error:
+            raise self.refusal(error) from error
+        except RecursionError as error:
+            raise InvalidRequest(f"{self.field}: too deeply nested or too large; simplify it", self.field) from error
+        return dataclasses.replace(
+            self,
+            outputs=dataclasses.replace(self.outputs, disable_additional_properties=is_closed),
+            schema=prepared.schema,
+            left_out=tuple(f"{self.field}: {each}" for each in prepared.left_out),
+        )
+
+    def _given_schema(self) -> dict[str, Any]:
+        try:
+            schema = json.loads(self.outputs.json) if isinstance(self.outputs.json, str) else self.outputs.json
         except ValueError as error:
             raise InvalidRequest(f"{self.field}: not valid JSON: {error}", self.field) from error
-        except RecursionError as error:
-            raise InvalidRequest(f"{self.field}: too deeply nested; simplify it", self.field) from error
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"{self.field}: the schema is not an object", self.field)
+        return schema
 
     def refusal(self, error: InvalidGrammar) -> InvalidRequest:
         """The error in terms of what the client wrote."""
@@ -98,29 +122,40 @@ class _Schema(Body):
 
 
 class JsonSchema(_Schema):
-    """A named schema."""
+    """A schema."""
 
-    name: str = Field(min_length=1, max_length=64, description="what the schema is called; not shown to the model")
+    name: str | None = Field(None, min_length=1, max_length=64, description="of the schema; not shown to the model")
 
 
 class ResponseFormat(Body):
     """What the answer must look like."""
 
+    model_config = ConfigDict(protected_namespaces=())
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = Field(
         None, description="only with type json_schema; without a schema: any JSON object"
     )
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="JSON Schema, as llama.cpp and others have it; not with json_schema or text"
+    )
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        has_two = self.json_schema is not None and self.schema_ is not None
+        if has_two or (self.type == "text" and self.schema_ is not None):
+            raise InvalidRequest(
+                "response_format: schema goes with json_object or instead of json_schema", "response_format"
+            )
+        is_given = self.json_schema is not None or (self.type == "json_schema" and self.schema_ is not None)
+        if (self.type == "json_schema") != is_given:
             raise InvalidRequest("response_format.json_schema goes with type json_schema", "response_format")
         return self
 
     def structure(self) -> StructuredOutputs | None:
         """None for plain text."""
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return _structure_of("response_format", self.type, schema)
+        named = None if self.json_schema is None else self.json_schema.schema_
+        return _structure_of("response_format", self.type, self.schema_ if named is None else named)
 
 
 class TextFormat(_Schema):
@@ -131,9 +166,10 @@ class TextFormat(_Schema):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        is_schema = self.type == "json_schema"
-        if is_schema != (self.schema_ is not None) or is_schema != (self.name is not None):
-            raise InvalidRequest("text.format: name and schema go with type json_schema", "text")
+        if self.type == "json_schema" and self.schema_ is None:
+            raise InvalidRequest("text.format: type json_schema needs a schema", "text")
+        if self.type == "text" and (self.schema_ is not None or self.name is not None):
+            raise InvalidRequest("text.format: name and schema go with type json_schema or json_object", "text")
         return self
 
     def structure(self) -> StructuredOutputs | None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
-from chairlift.api.tools.grammars import FunctionSpec
+from chairlift.api.tools.functions import FunctionSpec
 from chairlift.api.tools.mending import arguments_of
 from chairlift.api.wire import Body, OneOf, Written, only, only_types
 from chairlift.api.wire.generation import FOR_CACHING

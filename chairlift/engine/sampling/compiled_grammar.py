@@ -37,6 +37,15 @@ _LIMITS_IN_WORDS = {  # llguidance's errors about its limits, which clients cann
     "fuel exhausted": _TOO_COMPLEX,
     "NoExtension": "no text fits it",
 }
+_IN_WORDS = (  # llguidance's errors that are about its own code or its settings
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), r"these keywords cannot be enforced: \1; leave them out"),
+    (
+        re.compile(r"Resource '(.*)' is not present in a registry.*"),
+        r"the reference '\1' leads out of the schema; only those that begin with # are followed",
+    ),
+    (re.compile(r"Failed to generate regex for \w+ range.*"), "a range of numbers cannot be enforced; leave it out"),
+    (re.compile(r"Unsatisfiable schema: Regex is empty.*"), "no text fits its pattern, format and lengths together"),
+)
 _LINE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _EXCERPT = re.compile(r"\n +\d+ \| .*|\n<non-verbose/>.*", re.DOTALL)  # from llguidance's own version of the grammar
 _MAX_REASON = 300
@@ -60,10 +69,12 @@ def explain(error: str) -> GrammarProblem:
     """Translates an error of llguidance."""
     place = _LINE.match(error)
     line = None if place is None else int(place[1])
-    for said, words in _LIMITS_IN_WORDS.items():
-        if said in error:
-            return GrammarProblem(words, line, is_limit=True)
+    for limit, limit_words in _LIMITS_IN_WORDS.items():
+        if limit in error:
+            return GrammarProblem(limit_words, line, is_limit=True)
     message = " ".join(_EXCERPT.sub("", _LINE.sub("", error)).split())
+    for said, words in _IN_WORDS:
+        message = said.sub(words, message)
     return GrammarProblem(message[:_MAX_REASON] or "unknown reason", line)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from chairlift.engine.forks import finalize
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
@@ -20,6 +21,7 @@ from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
+from chairlift.schemas import make_enforceable
 
 logger = logging.getLogger(__name__)
 
@@ -112,15 +114,18 @@ class GrammarCompiler:
             with self._lock:
                 if not self._mask_threads:
                     self._mask_threads.append(MaskThreads(tokenizer))
+            fields = _prepared(json.loads(key))
             verdict = (
-                self._rehearsal.perform(key) if IS_POSSIBLE else try_out(tokenizer, json.loads(key), PARSER_LIMITS)
+                self._rehearsal.perform(json.dumps(fields))
+                if IS_POSSIBLE
+                else try_out(tokenizer, fields, PARSER_LIMITS)
             )
         except (OSError, RuntimeError) as error:  # no process or no thread
             raise GrammarsBusy(str(error)) from error
         if verdict.error is not None:
             problem = explain(verdict.error)
             raise InvalidGrammar(problem.reason, problem.line if verdict.has_own_lines else None)
-        source, thinking = verdict.source, json.loads(key)["thinking"]
+        source, thinking = verdict.source, fields["thinking"]
         if thinking is not None:
             source = _after_thoughts(source, Thinking(**thinking), self._vocabulary.eos_token_ids)
         compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key))
@@ -145,12 +150,38 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
 
 def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
     """The grammar's cache key, which is also all that is needed to compile it."""
-    fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
+    names = ("json", "regex", "choice", "grammar", "disable_additional_properties")
+    fields = {name: getattr(outputs, name) for name in names}
     fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
         return json.dumps(fields)
     except RecursionError as error:
         raise InvalidGrammar(TOO_LARGE) from error
+
+
+def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with a schema that llguidance can read; the log says what of it is not enforced."""
+    closes_objects = fields.pop("disable_additional_properties") is not False
+    given = fields["json"]
+    if given is None:
+        return fields
+    try:
+        prepared = make_enforceable(_as_schema(given), closes_objects)
+    except RecursionError as error:
+        raise InvalidGrammar(TOO_LARGE) from error
+    for each in prepared.left_out:
+        logger.warning("a schema is not enforced as it is written: %s", each)
+    return {**fields, "json": prepared.schema}
+
+
+def _as_schema(given: dict[str, Any] | str) -> dict[str, Any]:
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InvalidGrammar(f"the schema is not valid JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidGrammar("the schema is not an object")
+    return schema
 
 
 def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, mask_threads: list[MaskThreads]) -> None:

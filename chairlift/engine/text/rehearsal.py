@@ -49,7 +49,12 @@ _BEGUN = b" "
 
 _OVERFLOW = "recursion limit exceeded"  # llguidance's message, also used for a child that did not survive
 # As in Python's json.dumps. With flexible whitespace, a weak model could write blanks until its tokens run out.
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,  # see `schemas`
+}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have a single colon
 _SPECIAL_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
@@ -304,7 +309,9 @@ def _to_source(outputs: dict[str, Any]) -> str:
         grammar = outputs["grammar"]
         return LLMatcher.grammar_from_lark(grammar if _is_lark(grammar) else gbnf_to_lark(grammar))
     schema = {"type": "object"} if outputs["json"] is None else outputs["json"]
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
+    # As text, because llguidance refuses integers of more than 64 bits in objects.
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE)
 
 
 def _is_lark(grammar: str | None) -> bool:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 import chairlift
 from chairlift.api.tools import AnswerReader, ToolFamily
 from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.grammars import FunctionSpec
+from chairlift.api.tools.functions import FunctionSpec
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 
 # --- driving a grammar as a sampler does

@@ -20,7 +20,8 @@ from chairlift.api.tools import (
     reasoning_of_template,
 )
 from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
+from chairlift.api.tools.functions import FunctionSpec, enforced_arguments
+from chairlift.api.tools.grammars import forced_calls_grammar
 from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
 from tests.api.tools.calls import (
     FAMILIES,
@@ -215,7 +216,8 @@ def test_a_schema_that_is_none_does_no_harm(parameters: dict[str, Any]) -> None:
     reader = AnswerReader(CODER, None, {"f": parameters})
     assert joined(reader.push(CODER_F, is_last=True)) == [F]
     for family in (CODER, PYTHONIC):
-        assert forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], True, {})
+        functions = enforced_arguments([FunctionSpec("f", parameters, True, None)])
+        assert forced_calls_grammar(family, functions, True, {})
 
 
 ANSWERS: dict[ToolFamily, Table] = {

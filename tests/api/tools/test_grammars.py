@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from chairlift.api.tools import ToolFamily
-from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar
+from chairlift.api.tools.functions import FunctionSpec, enforced_arguments
+from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar
 from chairlift.errors import InvalidRequest
 from tests.api.tools.calls import (
     ANYTHING,
@@ -41,11 +42,12 @@ BOTH, NEITHER, BEGUN, SEVERAL = (COMPLETE, COMPLETE), (REFUSED, REFUSED), (INCOM
 
 
 def forced(family: ToolFamily, functions: list[FunctionSpec] = FUNCTIONS, is_parallel: bool = False) -> str:
-    return forced_calls_grammar(family, functions, is_parallel, tokens={})
+    return forced_calls_grammar(family, enforced_arguments(functions), is_parallel, tokens={})
 
 
 def free(family: ToolFamily, is_parallel: bool = True, answer_schema: dict[str, Any] | None = None) -> str:
-    return free_grammar(family, FUNCTIONS, is_parallel, answer_schema, tokens={})
+    functions = enforced_arguments(FUNCTIONS, is_forced=False)
+    return free_grammar(family, functions, is_parallel, answer_schema, tokens={})
 
 
 def strict(name: str, parameters: dict[str, Any]) -> FunctionSpec:
@@ -150,14 +152,14 @@ def test_parameters_must_be_an_object(kind: object) -> None:
         forced(HERMES, functions)
     assert caught.value.param == "tools"
     with pytest.raises(InvalidRequest, match=complaint):
-        free_grammar(HERMES, functions, is_parallel=False, answer_schema=None, tokens={})
+        enforced_arguments(functions, is_forced=False)
 
 
 @JSON_FAMILIES
 def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_in_others(family: ToolFamily) -> None:
-    parameters = {"properties": {"x": {"type": "string", "format": "nonsense"}}, "required": ["x"]}
+    parameters = {"properties": {"x": {"type": "string", "not": {"const": ""}}}, "required": ["x"]}
     grammar = forced(family, [strict("f", parameters)])
-    assert "Unknown format: nonsense" in LLMatcher.validate_grammar(grammar, byte_tokenizer())
+    assert 'Unimplemented keys: ["not"]' in LLMatcher.validate_grammar(grammar, byte_tokenizer())
     lax = forced(family, [FunctionSpec("f", parameters, False, None)])
     assert judge(lax, call_text(family, "f", '{"x": "y"}')) is COMPLETE
     assert judge(lax, call_text(family, "f", '{"x": 1}')) is REFUSED

@@ -73,7 +73,7 @@ class Dialect:
             raise InvalidRequest(
                 f'with tools, {wanted.field} can only ask for JSON; or set tool_choice to "none"', wanted.field
             )
-        if wanted is None and not any(function.strict for function in functions):
+        if wanted is None and not any(function.is_enforced for function in functions):
             return None
         arguments = enforced_arguments(functions, is_forced=False, closes_objects=closes_objects)
         schema = None if wanted is None else wanted.schema
@@ -117,7 +117,8 @@ class Dialect:
         needs_names = needs_schemas or (form is not None and form.is_bare and is_free)
         known = functions if needs_names else []
         schemas = {function.name: function.schema if needs_schemas else {} for function in known}
-        new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
+        custom = {function.name for function in functions if function.is_custom}
+        new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts, custom)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))
 
@@ -173,9 +174,7 @@ def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStruct
     """The structure of calls, or of calls and the answer that is `wanted`."""
     field = "tools" if wanted is None else wanted.field
     parts = {
-        line: Part(field, "the schema")
-        if index is None
-        else Part("tools", f"the parameters of function {functions[index].name!r}")
+        line: Part(field, "the schema") if index is None else Part("tools", _whole_name_of(functions[index]))
         for line, index in schema_lines(grammar).items()
     }
     left_out = [each for function in functions for each in function.left_out]
@@ -184,3 +183,9 @@ def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStruct
         return WantedStructure(field, StructuredOutputs(grammar=grammar), parts, left_out=tuple(left_out))
     except ValidationError as error:
         raise InvalidRequest(f"{field}: the schemas are too large together", field) from error
+
+
+def _whole_name_of(function: Arguments) -> str:
+    if function.input_pattern is not None:
+        return f"the grammar of custom tool {function.name!r}"
+    return f"the parameters of function {function.name!r}"

@@ -70,8 +70,8 @@ LEFT_TO_THE_CLIENT = {"betas", "workspace_id", "output_format"}
 
 # What comes back has in it what other servers and clients have added.
 WRITTEN_BY_A_MODEL = {
-    *("AssistantTurn", "WrittenPart", "ToolCall", "CalledFunction"),
-    *("WrittenMessage", "WrittenText", "InputCall", "Reasoning", "ReasoningText"),
+    *("AssistantTurn", "WrittenPart", "ToolCall", "CalledFunction", "CalledCustomTool"),
+    *("WrittenMessage", "WrittenText", "InputCall", "InputCustomCall", "Reasoning", "ReasoningText"),
     *("ModelTurn", "WrittenTextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
     *("LeftOutTool", "Attachment"),  # of which nothing is read but the type
 }

@@ -295,7 +295,7 @@ def test_the_store_is_bounded_by_bytes_and_whoever_has_most_loses_first() -> Non
 # --- what Codex sends
 
 
-GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": ""}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /[^z]*/'}
 CODEX: dict[str, Any] = {
     "model": "bundled",
     "instructions": "You are a coding agent.",
@@ -321,13 +321,13 @@ async def test_what_codex_sends_is_answered_and_tools_of_unknown_types_are_left_
         body = await reply.json()
         assert reply.status == 200, body
         assert reply.headers["Warning"] == (
-            '299 - "tools of type custom, local_shell, namespace, web_search are not supported here and were left out"'
+            '299 - "tools of type local_shell, namespace, web_search are not supported here and were left out"'
         )
-    assert [tool["name"] for tool in body["tools"]] == ["shell"]
+    assert [tool["name"] for tool in body["tools"]] == ["shell", "apply_patch"]
     assert body["prompt_cache_key"] == CODEX["prompt_cache_key"]
     probe = await post(server, RESPONSES, {**CODEX, "max_output_tokens": 1})
     assert (probe["status"], probe["usage"]["output_tokens"]) == ("incomplete", 1)
-    forced = {**CODEX, "tools": CODEX["tools"][1:], "tool_choice": "required"}  # of those that were left out
+    forced = {**CODEX, "tools": CODEX["tools"][2:], "tool_choice": "required"}  # of those that were left out
     error = (await post(server, RESPONSES, forced, status=400))["error"]
     assert error["param"] == "tool_choice"
-    assert error["message"].startswith("tool_choice is only allowed with tools: tools of type custom, local_shell, ")
+    assert error["message"].startswith("tool_choice is only allowed with tools: tools of type local_shell, ")

@@ -214,7 +214,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tool_choice", {"tools": None, "tool_choice": NAMED}, "only allowed with tools"),
     ("tool_choice", {"tools": [], "tool_choice": "required"}, "only allowed with tools"),
     ("tool_choice", {"tool_choice": "perhaps"}, "'none', 'auto' or 'required'"),
-    ("tools", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "'function'"),
+    (
+        "tools",
+        {"tools": [{"type": "mcp", "server_label": "x"}]},
+        "type 'mcp' is not supported; known here: function, custom",
+    ),
     ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern"),
     ("tools", {"tools": [strict({"type": "array"})]}, "must be a JSON schema of type object"),
     (

@@ -32,13 +32,18 @@ class CallCounter:
 
 @dataclass(slots=True)
 class Part:
-    """A part of an answer that is of one kind, as far as it was read; the text of a call is its arguments."""
+    """A part of an answer that is of one kind, as far as it was read; a call's text is its arguments or input."""
 
     kind: type[Piece]
     index: int  # among all parts
     name: str = ""  # of the function that is called
     call_id: str = ""
     text: str = ""
+
+    @property
+    def is_call(self) -> bool:
+        """True for calls of functions and of custom tools."""
+        return issubclass(self.kind, CallPiece)
 
 
 class Answer:
@@ -50,7 +55,7 @@ class Answer:
 
     @property
     def calls(self) -> list[Part]:
-        return [part for part in self.parts if part.kind is CallPiece]
+        return [part for part in self.parts if part.is_call]
 
     def text_of(self, kind: type[Piece]) -> str:
         """All text of this kind."""
@@ -65,7 +70,7 @@ class Answer:
         return pieces
 
     def begin(self, kind: type[Piece], name: str = "") -> Part:
-        call_id = f"call_{uuid4().hex[:24]}" if kind is CallPiece else ""
+        call_id = f"call_{uuid4().hex[:24]}" if issubclass(kind, CallPiece) else ""
         self.parts.append(Part(kind, len(self.parts), name, call_id))
         return self.parts[-1]
 
@@ -76,7 +81,7 @@ class Answer:
     def _part_of(self, piece: Piece) -> Part:
         """A call begins with its name, any other part where the kind of text changes."""
         if isinstance(piece, CallPiece) and piece.name is not None:
-            return self.begin(CallPiece, piece.name)
+            return self.begin(type(piece), piece.name)
         is_more = self.parts and self.parts[-1].kind is type(piece)
         return self.parts[-1] if is_more else self.begin(type(piece))
 

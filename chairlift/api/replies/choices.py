@@ -18,6 +18,7 @@ from chairlift.api.replies.answer import (
     Part,
 )
 from chairlift.api.replies.scores import ScoredPosition, four_lists, prompt_logprobs, scored_prompt
+from chairlift.api.tools.custom import CustomCallPiece
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire import completions as wire
@@ -131,7 +132,7 @@ class ChatReply(_ChoicesReply):
         answer = self._answers[choice.index]
         answer.read(choice.text, choice.finish_reason)
         content, thoughts = answer.text_of(ContentPiece), answer.text_of(ReasoningPiece) or None
-        calls = [_call(call, name=call.name, arguments=call.text) for call in answer.calls]
+        calls = [_call(call, call, call.text) for call in answer.calls]
         return wire.ChatChoice(
             index=choice.index,
             message=wire.AssistantMessage(
@@ -153,7 +154,7 @@ class ChatReply(_ChoicesReply):
             return []
         pieces = self._answers[choice.index].read(news.text, news.finish_reason)
         is_text = self._tells_text_only and news.finish_reason is None
-        if is_text and not any(part.kind is CallPiece for part, _ in pieces):
+        if is_text and not any(part.is_call for part, _ in pieces):
             return [self._text_event(choice.index, part.kind, piece.text) for part, piece in pieces]
         return [event(self._chunk([each])) for each in self._chunk_choices(choice, pieces, news)]
 
@@ -179,7 +180,7 @@ class ChatReply(_ChoicesReply):
     def _piece_choice(self, index: int, part: Part, piece: Piece) -> wire.ChatChunkChoice:
         if not isinstance(piece, CallPiece):
             return self._text_choice(index, part.kind, piece.text)
-        call = _call(part if piece.name is not None else None, piece.index, name=piece.name, arguments=piece.text)
+        call = _call(part, part if piece.name is not None else None, piece.text, piece.index)
         return wire.ChatChunkChoice(index=index, delta=wire.Delta(tool_calls=[call]))
 
     def _text_choice(self, index: int, kind: type[Piece], text: str) -> wire.ChatChunkChoice:
@@ -193,11 +194,16 @@ class ChatReply(_ChoicesReply):
         return wire.ChoiceLogprobs(content=[cast(wire.TokenLogprob, position.as_fields()) for position in positions])
 
 
-def _call(named: Part | None, index: int | None = None, **function: Any) -> wire.MessageToolCall:
+def _call(part: Part, named: Part | None, text: str, index: int | None = None) -> wire.MessageToolCall:
     """`named`: the call, in the piece that introduces it."""
-    call = wire.MessageToolCall(index=index, function=wire.FunctionCall(**function))
+    name = None if named is None else named.name
+    call = wire.MessageToolCall(index=index)
+    if part.kind is CustomCallPiece:
+        call.custom = wire.CustomCall(name=name, input=text)
+    else:
+        call.function = wire.FunctionCall(name=name, arguments=text)
     if named is not None:
-        call.id, call.type = named.call_id, "function"
+        call.id, call.type = named.call_id, "function" if call.custom is None else "custom"
     return call
 
 

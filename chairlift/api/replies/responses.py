@@ -18,21 +18,30 @@ from pydantic_core import to_json
 from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, NewReader, Part
 from chairlift.api.replies.scores import ScoredPosition
+from chairlift.api.tools.custom import CustomCallPiece
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import response_object as wire
 from chairlift.api.wire.completions import TokenLogprob
+from chairlift.api.wire.custom_tools import TextTool
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
+from chairlift.api.wire.tools import FunctionTool, LeftOutTool
 from chairlift.engine.text.tokenizer import Message
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
-_PREFIXES: dict[type[Piece], str] = {ContentPiece: "msg", ReasoningPiece: "rs", CallPiece: "fc"}  # of ids
+_PREFIXES: dict[type[Piece], str] = {  # of ids
+    ContentPiece: "msg",
+    ReasoningPiece: "rs",
+    CallPiece: "fc",
+    CustomCallPiece: "ctc",
+}
 _TEXTS: dict[type[Piece], str] = {  # names of the text in events
     ContentPiece: "output_text",
     ReasoningPiece: "reasoning_text",
     CallPiece: "function_call_arguments",
+    CustomCallPiece: "custom_tool_call_input",
 }
 _SAMPLING = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
 _REPEATED = {  # fields of the request, repeated unchanged
@@ -158,7 +167,7 @@ class ResponsesReply(ConversationReply):
         self._item_id, self._logprobs = f"{_PREFIXES[part.kind]}_{uuid4().hex}", []
         item = self._item(part, "in_progress", is_begun=False)
         events = [wire.Event(type="response.output_item.added", output_index=part.index, item=item)]
-        if part.kind is not CallPiece:
+        if not part.is_call:
             events.append(self._event(part, "content_part.added", part=self._content(part, "")))
         return [event(each) for each in events]
 
@@ -169,7 +178,9 @@ class ResponsesReply(ConversationReply):
         item = self._item(part, status)
         self._closed.append(item)
         kind = f"{_TEXTS[part.kind]}.done"
-        if part.kind is CallPiece:
+        if part.kind is CustomCallPiece:
+            events = [self._event(part, kind, input=part.text)]
+        elif part.is_call:
             events = [self._event(part, kind, name=part.name, arguments=part.text)]
         else:
             logprobs = self._logprobs if part.kind is ContentPiece else None
@@ -181,16 +192,16 @@ class ResponsesReply(ConversationReply):
         return [event(each) for each in events]
 
     def _event(self, part: Part, kind: str, /, **fields: Any) -> wire.Event:
-        index = None if part.kind is CallPiece else 0
+        index = None if part.is_call else 0
         name = cast(wire.EventType, f"response.{kind}")
         return wire.Event(type=name, item_id=self._item_id, output_index=part.index, content_index=index, **fields)
 
     def _item(self, part: Part, status: ItemStatus, is_begun: bool = True) -> wire.OutputItem:
-        if part.kind is CallPiece:
-            arguments = part.text if is_begun else ""
-            return wire.OutputCall(
-                id=self._item_id, status=status, call_id=part.call_id, name=part.name, arguments=arguments
-            )
+        if part.is_call:
+            text = part.text if is_begun else ""
+            call: dict[str, Any] = {"id": self._item_id, "status": status, "call_id": part.call_id, "name": part.name}
+            is_custom = part.kind is CustomCallPiece
+            return wire.OutputCustomCall(**call, input=text) if is_custom else wire.OutputCall(**call, arguments=text)
         shape = wire.OutputReasoning if part.kind is ReasoningPiece else wire.OutputMessage
         content: list[Any] = [self._content(part, part.text)] if is_begun else []
         return shape(id=self._item_id, status=status, content=content)
@@ -239,12 +250,7 @@ def _response_at_its_start(
     text: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
-    tools = [
-        wire.UsedTool(
-            name=each.name, description=each.description, parameters=each.parameters, strict=bool(each.strict)
-        )
-        for each in body.callable_functions
-    ]
+    tools = [_used(each) for each in body.tools or [] if not isinstance(each, LeftOutTool)]
     choice = body.tool_choice or "auto"
     return wire.ResponseObject(
         id=response_id,
@@ -262,6 +268,15 @@ def _response_at_its_start(
         truncation=body.truncation or "disabled",
         **params.model_dump(include=_SAMPLING),
         **body.model_dump(include=_REPEATED),
+    )
+
+
+def _used(tool: FunctionTool | TextTool) -> wire.UsedTool | wire.UsedCustomTool:
+    if isinstance(tool, TextTool):
+        form = {"type": "text"} if tool.format is None else tool.format.model_dump(exclude_none=True)
+        return wire.UsedCustomTool(name=tool.name, description=tool.description, format=form)
+    return wire.UsedTool(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict)
     )
 
 

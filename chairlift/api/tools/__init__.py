@@ -9,10 +9,12 @@ PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_star
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
 from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder
+from chairlift.api.tools.custom import CustomInputs
 from chairlift.api.tools.formats import CallFormat, Schemas
 from chairlift.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from chairlift.api.tools.text import Piece, PieceBuffer, Reading, Text
@@ -115,8 +117,12 @@ class AnswerReader:
         max_calls: int | None = None,
         schemas: Schemas = _NO_SCHEMAS,
         thoughts: Thoughts | None = None,
+        custom: Collection[str] = (),
     ) -> None:
-        """`family`: of calls; None: there are none. All text after `max_calls` calls (None: no limit) is dropped."""
+        """`family`: of calls; None: there are none. All text after `max_calls` calls (None: no limit) is dropped.
+        `custom`: names of custom tools.
+        """
+        self._inputs = CustomInputs(custom)
         self._format = None if family is None else FORMATS[family]
         self._schemas = schemas
         self._thoughts = thoughts
@@ -137,7 +143,7 @@ class AnswerReader:
         next(self._reading, None)
         if self._text.tap is not None:
             self._text.tap(self._text.take())
-        return self._pieces.empty()
+        return self._inputs.read(self._pieces.empty(), is_last)
 
     def _read(self) -> Reading[None]:
         if self._thoughts is not None:

@@ -19,6 +19,14 @@ class FunctionSpec:
     parameters: dict[str, Any] | None
     strict: bool | None
     description: str | None
+    is_custom: bool = False  # called with a text, its one parameter: see `custom`
+    input_pattern: str | None = None  # the regular expression, in Rust's dialect, that the whole text matches
+    left_out: tuple[str, ...] = ()  # sentences about what of it is not enforced
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether every call is made to fit, also where no call is forced."""
+        return bool(self.strict) or self.input_pattern is not None
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -48,6 +56,7 @@ class Arguments:
     schema: dict[str, Any]
     is_lenient: bool = False  # keywords that llguidance does not know are ignored
     left_out: tuple[str, ...] = ()  # sentences about what of the function's schema is not enforced
+    input_pattern: str | None = None  # see `FunctionSpec`
 
     def parameters(self) -> list[Parameter] | None:
         """The parameters one by one; None if any are allowed."""
@@ -75,16 +84,18 @@ def enforced_arguments(
     does not know are ignored. `closes_objects`: see `schemas`. InvalidRequest for a schema that is too large, cannot be
     enforced or is not of an object.
     """
-    _check_size([function for function in functions if is_forced or function.strict])
+    _check_size([function for function in functions if is_forced or function.is_enforced])
     return [
         _arguments_of(function, closes_objects)
-        if is_forced or function.strict
+        if is_forced or function.is_enforced or function.is_custom
         else Arguments(function.name, {"type": "object"})
         for function in functions
     ]
 
 
 def _arguments_of(function: FunctionSpec, closes_objects: bool) -> Arguments:
+    if function.is_custom:
+        return _input_of(function)
     whose = f"the parameters of function {function.name!r}"
     kind = function.schema.get("type", "object")
     if kind != "object":
@@ -98,6 +109,14 @@ def _arguments_of(function: FunctionSpec, closes_objects: bool) -> Arguments:
         schema = {"additionalProperties": False, **schema}
     left_out = tuple(f"tools: {whose}: {each}" for each in prepared.left_out) if function.strict else ()
     return Arguments(function.name, schema, is_lenient=not function.strict, left_out=left_out)
+
+
+def _input_of(function: FunctionSpec) -> Arguments:
+    """The arguments of a custom tool."""
+    pattern = function.input_pattern
+    ((name, _),) = function.schema["properties"].items()
+    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": f"^(?:{pattern})$"}
+    return Arguments(function.name, {**function.schema, "properties": {name: text}}, input_pattern=pattern)
 
 
 def _check_size(functions: Sequence[FunctionSpec]) -> None:

@@ -144,6 +144,8 @@ class _Writing:
 
     def _element(self, parameter: Parameter, arguments: Arguments) -> str:
         end = self._literals("\n</parameter>\n")
+        if arguments.input_pattern is not None:  # one lexeme with its end, because lexers prefer long ones
+            return f"/(?:{_lark_pattern(arguments.input_pattern)})\\n<\\/parameter>\\n/"
         if not is_text(parameter.schema):
             return f"{_json(parameter.schema, arguments.is_lenient)} {end}"
         values = parameter.schema.get("enum")
@@ -178,6 +180,13 @@ class _Writing:
 
 def _json_of(arguments: Arguments) -> str:
     return _json(arguments.schema, arguments.is_lenient)
+
+
+def _lark_pattern(pattern: str) -> str:
+    """A regular expression as it may stand in one of Lark's."""
+    return re.sub(
+        r"\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), pattern, flags=re.DOTALL
+    )
 
 
 def _quoted(text: str) -> str:

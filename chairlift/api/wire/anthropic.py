@@ -32,12 +32,11 @@ from chairlift.api.wire.generation import (
     the_only_one,
 )
 from chairlift.api.wire.messages import (
-    LeftOutTool,
     ToolChoiceMode,
     ToolUse,
     effort_arguments,
-    known_or_left_out,
 )
+from chairlift.api.wire.tools import LeftOutTool, known_or_left_out
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, String

@@ -28,8 +28,9 @@ from chairlift.api.wire import (
     only_types,
 )
 from chairlift.api.wire.generation import CompletionsRequest
-from chairlift.api.wire.messages import Effort, NamedTool, ParallelToolUse, ToolChoiceMode
+from chairlift.api.wire.messages import Effort, ParallelToolUse, ToolChoiceMode
 from chairlift.api.wire.rendering import Rendering
+from chairlift.api.wire.tools import NamedTool
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOptions, SamplingParams
 
@@ -167,7 +168,7 @@ class ChatCompletionRequest(Rendering, ParallelToolUse, CompletionsRequest):
         le=MAX_LOGPROBS,
         description="also this many of the likeliest tokens, 0 to 20; only with logprobs",
     )
-    tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function")] = Field(
+    tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function", "custom")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
     reasoning_effort: Effort | None = Field(
@@ -245,13 +246,19 @@ class FunctionCall(BaseModel):
     arguments: str
 
 
+class CustomCall(BaseModel):
+    name: Annotated[str | None, LeftOutIfNone] = None
+    input: str
+
+
 class MessageToolCall(BaseModel):
     """A call that the model made. In a stream: what is new of call `index`; id, type and name only in its first."""
 
     index: Annotated[int | None, LeftOutIfNone] = None
     id: Annotated[str | None, LeftOutIfNone] = None
-    type: Annotated[Literal["function"] | None, LeftOutIfNone] = None
-    function: FunctionCall
+    type: Annotated[Literal["function", "custom"] | None, LeftOutIfNone] = None
+    function: Annotated[FunctionCall | None, LeftOutIfNone] = None
+    custom: Annotated[CustomCall | None, LeftOutIfNone] = None
 
 
 class Thoughts(BaseModel):

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StrictBool, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from chairlift.api.tools.functions import FunctionSpec
 from chairlift.api.tools.mending import arguments_of
-from chairlift.api.wire import Body, OneOf, Written, only, only_types
+from chairlift.api.wire import Body, Written, only, only_types
+from chairlift.api.wire.custom_tools import CalledCustomTool
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
+from chairlift.api.wire.tools import LeftOutTool
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
@@ -51,8 +53,20 @@ class ToolCall(Written):
     """One call that an assistant made."""
 
     id: str | None = Field(None, description="left out: results answer calls in their order")
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
+
+    @model_validator(mode="after")
+    def _check_called(self) -> Self:
+        if (self.function is None) == (self.custom is None):
+            raise InvalidRequest("a tool call has a function or, with type custom, a custom tool", "messages")
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        called = self.custom or self.function
+        assert called is not None, "one of them is checked to be there"
+        return template_call(self.id or "", called.name, called.arguments)
 
 
 class ChatMessage(Body):
@@ -79,9 +93,7 @@ class AssistantTurn(Written):
     images: Annotated[list[Any] | None, only([], "this server takes text only")] = None
 
     def as_template_input(self) -> Message:
-        calls = [
-            template_call(each.id or "", each.function.name, each.function.arguments) for each in self.tool_calls or []
-        ]
+        calls = [each.as_template_input() for each in self.tool_calls or []]
         more = {
             "reasoning_content": self.reasoning_content or self.reasoning or None,
             "name": self.name,
@@ -141,80 +153,7 @@ def is_of_assistant(message: Any) -> bool:
     return bool(role_of(message) == "assistant")
 
 
-# --- tools
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; left out: any arguments")
-    strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
-
-    def spec(self) -> FunctionSpec:
-        return FunctionSpec(self.name, self.parameters, self.strict, self.description)
-
-
-class Tool(Body):
-    """A tool: here always a function."""
-
-    type: Literal["function"]
-    function: Function
-
-    def spec(self) -> FunctionSpec:
-        return self.function.spec()
-
-
-class FunctionTool(Function):
-    """A function that the model may call, as `/v1/responses` has it."""
-
-    type: Literal["function"]
-    allowed_callers: Annotated[list[str] | None, only(["direct"], "only the model itself calls tools")] = None
-    async_: Annotated[StrictBool | None, only(False, "every call waits for its output", "async")] = Field(
-        None, alias="async"
-    )
-    defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
-
-
-class LeftOutTool(Body):
-    """A tool of an unsupported type. It is not shown to the model, and the client is warned."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-
-
-def known_or_left_out(form: type[Body], *types: str | None) -> OneOf:
-    """Picks a class for tools of these types, and `LeftOutTool` for all others."""
-
-    def pick(tool: Any) -> type[Body]:
-        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return form if kind in types or not isinstance(kind, str) else LeftOutTool
-
-    return OneOf(pick)
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """The one function to call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-    @property
-    def name(self) -> str:
-        return self.function.name
-
-
-class ChosenFunction(NamedFunction):
-    """The one function to call, as `/v1/responses` has it."""
-
-    type: Literal["function"]
-
+# --- which tools are called, and how much to think
 
 ToolChoiceMode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -273,7 +212,8 @@ class TemplateInput(Body):
     @property
     def warnings(self) -> list[str]:
         left_out = tools_warning(self.left_out, not self.callable_functions)
-        return [*super().warnings, *left_out, *attachments_warning(self.returned_parts)]
+        unenforced = [each for function in self.callable_functions for each in function.left_out]
+        return [*super().warnings, *left_out, *unenforced, *attachments_warning(self.returned_parts)]
 
     @property
     def call_mode(self) -> ToolChoiceMode:

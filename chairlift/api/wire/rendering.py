@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StrictBool, model_validator
 
 from chairlift.api.wire import Body, OneOf, by_type
+from chairlift.api.wire.custom_tools import ChatCustomTool
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import (
@@ -15,13 +16,13 @@ from chairlift.api.wire.messages import (
     ChatMessage,
     TemplateInput,
     TextPart,
-    Tool,
     is_of_assistant,
     role_of,
     template_message,
     text_of,
     with_call_ids,
 )
+from chairlift.api.wire.tools import Tool
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
@@ -60,7 +61,10 @@ def _form_of_message(message: Any) -> type[Body]:
 
 
 AnyMessage = Annotated[ChatMessage | ToolMessage | AssistantTurn, OneOf(_form_of_message)]
-Tools = Annotated[list[Tool] | None, Field(max_length=128, description="functions that the model may call")]
+AnyChatTool = Annotated[Tool | ChatCustomTool, by_type("tools", function=Tool, custom=ChatCustomTool)]
+Tools = Annotated[
+    list[AnyChatTool] | None, Field(max_length=128, description="functions and custom tools that the model may call")
+]
 
 
 class Rendering(TemplateInput):

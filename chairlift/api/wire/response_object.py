@@ -53,7 +53,18 @@ class OutputCall(BaseModel):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(BaseModel):
@@ -117,6 +128,15 @@ class UsedTool(BaseModel):
     strict: bool
 
 
+class UsedCustomTool(BaseModel):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: Annotated[str | None, LeftOutIfNone] = None
+    format: dict[str, Any]
+
+
 class ResponseObject(BaseModel):
     """The reply. It repeats the request's settings, with defaults for those left out."""
 
@@ -138,7 +158,7 @@ class ResponseObject(BaseModel):
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
-    tools: list[UsedTool]
+    tools: list[UsedTool | UsedCustomTool]
     top_logprobs: int
     top_p: float
     presence_penalty: float
@@ -180,6 +200,8 @@ EventType = Literal[
     "response.reasoning_text.done",
     "response.function_call_arguments.delta",
     "response.function_call_arguments.done",
+    "response.custom_tool_call_input.delta",
+    "response.custom_tool_call_input.done",
 ]
 
 
@@ -189,8 +211,8 @@ class Event(NamedEvent):
     created, in_progress, completed, incomplete, failed: `response`, the whole reply as far as it is.
     output_item: `item`, which begins or ends. content_part: `part` of a message or of reasoning, which
     begins or ends.
-    output_text, reasoning_text, function_call_arguments: `delta`, what is new; when done, all of the
-    `text`, or the function's `name` and all `arguments`.
+    output_text, reasoning_text, function_call_arguments, custom_tool_call_input: `delta`, what is new; when
+    done, all of the `text` or `input`, or the function's `name` and all `arguments`.
     """
 
     type: EventType
@@ -206,6 +228,7 @@ class Event(NamedEvent):
     logprobs: Annotated[list[TokenLogprob] | None, LeftOutIfNone] = None
     name: Annotated[str | None, LeftOutIfNone] = None
     arguments: Annotated[str | None, LeftOutIfNone] = None
+    input: Annotated[str | None, LeftOutIfNone] = None
 
 
 class ErrorEvent(NamedEvent):

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator,
 from chairlift.api.wire import Body, Ignored, LeftOut, OneOf, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
+from chairlift.api.wire.custom_tools import CalledCustomTool, TextTool
 from chairlift.api.wire.generation import (
     FOR_CACHING,
     FOR_STATISTICS,
@@ -21,17 +22,14 @@ from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import (
     ARGUMENTS,
     PARSE_SPECIAL_TOKENS,
-    ChosenFunction,
     Effort,
-    FunctionTool,
-    LeftOutTool,
     ParallelToolUse,
     ToolChoiceMode,
     is_of_assistant,
-    known_or_left_out,
     template_call,
     template_message,
 )
+from chairlift.api.wire.tools import ChosenFunction, FunctionTool, LeftOutTool, known_or_left_out
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, SamplingParams
@@ -149,11 +147,29 @@ class InputCallOutput(Body):
         return template_message("tool", _joined(self.output), tool_call_id=self.call_id)
 
 
-Item = InputMessage | WrittenMessage | Reasoning | InputCall | InputCallOutput
+class InputCustomCall(CalledCustomTool):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+
+    def as_template_input(self) -> Message:
+        return template_message("assistant", "", tool_calls=[template_call(self.call_id, self.name, self.arguments)])
+
+
+class InputCustomCallOutput(InputCallOutput):
+    """What a call of a custom tool returned."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]  # the two differ in nothing else
+
+
+Item = InputMessage | WrittenMessage | Reasoning | InputCall | InputCallOutput | InputCustomCall | InputCustomCallOutput
 _FORMS: dict[str, type[Body]] = {
     "reasoning": Reasoning,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
+    "custom_tool_call": InputCustomCall,
+    "custom_tool_call_output": InputCustomCallOutput,
 }
 
 
@@ -184,7 +200,7 @@ def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) ->
             reasoning = item.text
             continue
         message = item.as_template_input()
-        if isinstance(item, InputCall) and messages and messages[-1]["role"] == "assistant":
+        if isinstance(item, InputCall | InputCustomCall) and messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
@@ -206,7 +222,7 @@ _INCLUDABLE = {
 }
 
 InputItems = list[InputItem]
-AnyTool = Annotated[FunctionTool | LeftOutTool, known_or_left_out(FunctionTool, "function")]
+AnyTool = Annotated[FunctionTool | TextTool | LeftOutTool, known_or_left_out(FunctionTool, "function", custom=TextTool)]
 
 
 class TextOptions(Body):
@@ -234,7 +250,8 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     """Answer a conversation."""
 
     input: str | InputItems = Field(
-        description="what the user says, or items: message, function_call, function_call_output"
+        description="what the user says, or items: message, function_call, function_call_output, custom_tool_call,"
+        " custom_tool_call_output"
     )
     instructions: str | None = Field(None, description="a system message before all others")
     max_output_tokens: StrictInt | None = Field(
@@ -252,10 +269,12 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     tools: list[AnyTool] | None = Field(
         None,
         max_length=128,
-        description="functions that the model may call; tools of other types are left out, with a warning",
+        description="functions and custom tools that the model may call; other types are left out, with a warning",
     )
-    tool_choice: Annotated[ToolChoiceMode | ChosenFunction | None, only_types("tool_choice", "function")] = Field(
-        None, description="whether to call a tool, or which; required and named calls are enforced token by token"
+    tool_choice: Annotated[ToolChoiceMode | ChosenFunction | None, only_types("tool_choice", "function", "custom")] = (
+        Field(
+            None, description="whether to call a tool, or which; required and named calls are enforced token by token"
+        )
     )
     reasoning: ReasoningOptions | None = Field(None, description="for models that think before they answer")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS

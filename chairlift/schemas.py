@@ -28,7 +28,8 @@ KNOWN_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "
 _LIMIT = 2**63
 _LOWEST = -(2**63) + 1024  # the next number that a float64 can be
 _MAX_LENGTH = 2**31
-_MAX_COMPARED = 64  # schemas of a oneOf
+_MAX_COMPARISONS = 10_000  # of two schemas of a oneOf, in a whole schema; of one with more, it is not certain
+_MAX_LISTED = 256  # values of an enum that are compared
 
 _ONE = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "unevaluatedItems")
 _MANY = ("properties", "patternProperties")
@@ -74,6 +75,8 @@ class _Preparation:
         self._closes_objects = closes_objects
         self._visits: dict[int, _Visit] = {}  # by identity of the schema
         self._left_out: dict[str, None] = {}
+        self._shapes: dict[int, _Shape] = {}  # by identity of the schema
+        self._num_comparisons = 0
 
     def result(self) -> EnforceableSchema:
         self._reach_all()
@@ -165,14 +168,49 @@ class _Preparation:
 
     def _is_exclusive(self, alternatives: object) -> bool:
         """Whether it is certain that no value fits two of these schemas."""
-        resolved = [self._resolved(each) for each in _members(alternatives)]
-        if not isinstance(alternatives, list) or not len(alternatives) == len(resolved) <= _MAX_COMPARED:
+        if not isinstance(alternatives, list) or not all(isinstance(each, dict) for each in alternatives):
             return False
-        return all(_are_disjoint(one, other) for one, other in combinations(resolved, 2))
+        self._num_comparisons += len(alternatives) * (len(alternatives) - 1) // 2
+        if self._num_comparisons > _MAX_COMPARISONS:
+            return False
+        shapes = [self._shape_of(each) for each in alternatives]
+        return all(one.excludes(other) for one, other in combinations(shapes, 2))
 
-    def _resolved(self, schema: Schema) -> Schema:
+    def _shape_of(self, schema: Schema) -> "_Shape":
         target = self._target(schema)
-        return schema if target is None else target
+        resolved = schema if target is None else target
+        if id(resolved) not in self._shapes:
+            self._shapes[id(resolved)] = _Shape.of(resolved)
+        return self._shapes[id(resolved)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What tells the values that fit one schema from those that fit another."""
+
+    types: set[str]  # empty: any
+    values: set[str] | None  # all of them, as JSON; None: they are not listed
+    tags: dict[str, set[str]]  # the listed values of an object's properties
+    required: set[str]
+
+    @classmethod
+    def of(cls, schema: Schema) -> "_Shape":
+        types, tags = _types(schema), {}
+        if types == {"object"}:
+            listed = {name: _listed(_dict(each)) for name, each in _dict(schema.get("properties")).items()}
+            tags = {name: values for name, values in listed.items() if values is not None}
+        return cls(types, _listed(schema), tags, {str(each) for each in _list(schema.get("required"))})
+
+    def excludes(self, other: "_Shape") -> bool:
+        """Whether it is certain that no value fits both: by type, by listed values, or by a property that tells them,
+        because one of them requires it and its values differ.
+        """
+        if self.types and other.types and self.types.isdisjoint(other.types):
+            return True
+        if self.values is not None and other.values is not None:
+            return self.values.isdisjoint(other.values)
+        shared = self.tags.keys() & other.tags.keys() & (self.required | other.required)
+        return any(self.tags[name].isdisjoint(other.tags[name]) for name in shared)
 
 
 def _may_be_closed(schema: Schema) -> bool:
@@ -202,28 +240,6 @@ def _read_flags_of_bounds(schema: Schema) -> None:
                 schema[flag] = schema.pop(name)
 
 
-def _are_disjoint(one: Schema, other: Schema) -> bool:
-    """Whether it is certain that no value fits both: by type, by listed values, or by a property that tells them."""
-    types, other_types = _types(one), _types(other)
-    if types and other_types and not types & other_types:
-        return True
-    values, other_values = _listed(one), _listed(other)
-    if values is not None and other_values is not None:
-        return not values & other_values
-    if types == other_types == {"object"}:
-        shared = _dict(one.get("properties")).keys() & _dict(other.get("properties")).keys()
-        return any(_tells_apart(name, one, other) for name in shared)
-    return False
-
-
-def _tells_apart(name: str, one: Schema, other: Schema) -> bool:
-    """Whether a property that one of them requires has different values in both."""
-    if name not in [*_list(one.get("required")), *_list(other.get("required"))]:
-        return False
-    values, other_values = (_listed(_dict(each["properties"][name])) for each in (one, other))
-    return values is not None and other_values is not None and not values & other_values
-
-
 def _types(schema: Schema) -> set[str]:
     """The types that a schema allows; empty if it does not say. Integers are numbers."""
     named = schema.get("type")
@@ -232,9 +248,9 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _listed(schema: Schema) -> set[str] | None:
-    """The values that a schema lists, as JSON; None if it lists none."""
+    """The values that a schema lists, as JSON; None if it lists none, or too many to compare."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list):
+    if not isinstance(values, list) or len(values) > _MAX_LISTED:
         return None
     plain = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
     return {json.dumps(each, sort_keys=True) for each in plain}

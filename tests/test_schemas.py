@@ -106,6 +106,8 @@ def tagged(kind: object, name: str = "kind", required: bool = True) -> Schema:
         ([tagged("cat"), tagged("dog", "name")], False),
         ([{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], True),
         ([TEXT, True], False),
+        ([{"const": number} for number in range(100)], True),
+        ([{"const": number} for number in range(200)], False),  # too many to be compared
     ],
 )
 def test_one_of_is_told_unless_no_value_can_fit_two(schemas: list[Any], is_exact: bool) -> None:

@@ -65,6 +65,13 @@ def test_every_choice_is_what_its_grammar_says(paced: LLM, temperature: float) -
         assert choice.token_ids == list(choice.text.encode())  # no end token: nothing could follow
 
 
+def test_keys_without_a_name_are_the_callers_choice(llm: LLM) -> None:
+    schema, bias = {"properties": {"a": {"const": 1}}, "required": ["a"], "type": "object"}, {ord(","): 100.0}
+    closed, opened = (StructuredOutputs(json=schema, disable_additional_properties=each) for each in (None, False))
+    assert answer(llm, ruled(closed, logit_bias=bias)).text == '{"a": 1}'
+    assert answer(llm, ruled(opened, logit_bias=bias)).text.startswith('{"a": 1, "')
+
+
 def test_free_rows_say_what_they_say_alone_and_each_other_obeys_its_own_grammar(paced: LLM) -> None:
     alone = tokens_of(paced.generate(PROMPTS, GREEDY))
     kinds = [ruled(NUMBER), GREEDY, ruled(StructuredOutputs(choice=["日本"])), ruled(LARK)]

@@ -19,7 +19,7 @@ from chairlift.errors import InvalidRequest
 INPUT = "input"
 """The name of the one parameter."""
 
-_HEAD = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
+_HEAD = re.compile(rf'\s{{0,32}}{{\s{{0,32}}"{INPUT}"\s{{0,32}}:\s{{0,32}}"')
 _WHOLE_TEXT = re.compile(  # up to an escape or a surrogate pair that is not complete yet
     r"""(?:[^"\\]++|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}
     |\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*+""",

@@ -133,6 +133,27 @@ def test_a_role_that_the_template_refuses_is_an_invalid_request_with_the_templat
     assert error.param == "messages"
 
 
+STRICT_ABOUT_IDS = """{% for message in messages %}{% if message.role == 'tool' %}{% set id = message.tool_call_id %}
+{% elif message.tool_calls %}{% set id = message.tool_calls[0].id %}{% else %}{% set id = '' %}{% endif %}
+{% if id and id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}{{ id }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("call_id", "shown"), [("call_1", "74196fe72"), ("aB3dE6gH9", "aB3dE6gH9"), ("", "e3b0c4429")])
+def test_a_template_that_wants_ids_of_nine_letters_gets_them(tmp_path: Path, call_id: str, shown: str) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(STRICT_ABOUT_IDS)
+    inputs = make_inputs(tmp_path, chat_template=str(template))
+    function = {"name": "f", "arguments": {}}
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+    told = {"role": "tool", "content": "done", "tool_call_id": call_id}
+    text = bytes(inputs.encode_chat([*HI, said, told])).decode()
+    assert text.split() == [shown * 2]
+
+
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     make_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()

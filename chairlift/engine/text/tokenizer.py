@@ -16,6 +16,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from chairlift.engine.text.call_ids import needs_short_ids, with_short_ids
 from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
@@ -225,6 +226,8 @@ class Tokenizer:
         reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
+        if needs_short_ids(self.chat_template):
+            messages = with_short_ids(messages)
         try:
             forms = self._forms_with_tools if options.tools else self._forms
             return self._render(forms.apply(messages), options)

@@ -5,10 +5,9 @@ from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
-from pydantic_core import from_json
-
 from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, NewReader, Part
+from chairlift.api.tools.mending import arguments_of
 from chairlift.api.tools.text import CallPiece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import anthropic_message as wire
@@ -70,7 +69,7 @@ class MessagesReply(ConversationReply):
     def _block(self, part: Part, text: str, is_whole: bool = True) -> wire.Block:
         if part.kind is CallPiece:
             call_id = f"toolu_{part.call_id.removeprefix('call_')}"
-            return wire.MadeCall(id=call_id, name=part.name, input=_arguments_in(text))
+            return wire.MadeCall(id=call_id, name=part.name, input=arguments_of(text))
         if part.kind is ReasoningPiece:
             return wire.Thoughts(thinking=text, signature=_signature(text) if is_whole else "")
         return wire.SaidText(text=text)
@@ -118,14 +117,3 @@ class MessagesReply(ConversationReply):
 def _signature(thoughts: str) -> str:
     """Clients require a signature and send it back; equal thoughts have equal ones."""
     return sha256(thoughts.encode()).hexdigest()
-
-
-def _arguments_in(text: str) -> dict[str, object]:
-    """The arguments of a call as an object, even if max_tokens cut them short. Text that is not a JSON object is passed
-    on as text, so that the tool can complain.
-    """
-    try:
-        arguments = from_json(text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"arguments": text}

@@ -289,10 +289,10 @@ def mended(raw: str) -> str:
 
 
 def arguments_of(written: object) -> dict[str, Any]:
-    """A call's arguments as chat templates need them: an object, whatever comes back from a client.
+    """A call's arguments as chat templates and Anthropic's API need them: an object, whatever was written.
 
     Text that is nearly JSON is mended, and an object in a string is that object. Nothing is no arguments. Any other
-    value is kept under the name `arguments`, so that the model sees it.
+    value is kept under the name `arguments`, so that whoever reads it sees it.
     """
     value = _value_of(_value_of(written))  # clients and models put objects into strings
     if value is None:

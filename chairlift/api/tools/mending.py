@@ -44,7 +44,8 @@ class JsonMender:
         self._text = text
         self._write = write
         self._marks = marks
-        first = "".join(re.escape(mark[0]) for mark in marks)
+        self._begins_mark = "".join(mark[0] for mark in marks)
+        first = re.escape(self._begins_mark)
         self._in_key, self._in_word = re.compile(rf'[^,:{{}}\[\]"\n{first}]*'), re.compile(rf"[^,}}\]\n{first}]*")
         self._open: list[str] = []  # brackets that have to be closed
         self._num_open = Counter[str]()  # of each kind
@@ -59,9 +60,10 @@ class JsonMender:
         Nothing is added if the answer was cut off or ends within a string: half a value must not look like a whole one.
         """
         while self._need is not _Need.NOTHING:
-            yield from self._text.skip()
-            char = yield from self._text.peek()
-            if not char or (yield from self._is_at_mark()) or (not self._open and char in "}],:"):
+            char = self._text.glance() or (yield from self._next_character())
+            if not char or (not self._open and char in "}],:"):
+                break
+            if char in self._begins_mark and (yield from self._is_at_mark()):
                 break
             if char in "{}[],:":
                 self._read_punctuation(char)
@@ -101,6 +103,10 @@ class JsonMender:
     @property
     def _after_value(self) -> _Need:
         return _Need.NEXT if self._open else _Need.NOTHING
+
+    def _next_character(self) -> Reading[str]:
+        yield from self._text.skip()
+        return (yield from self._text.peek())
 
     def _is_at_mark(self) -> Reading[bool]:
         begin = self._text.position
@@ -207,7 +213,7 @@ class JsonMender:
         while True:
             yield from self._text.skip(self._in_key if is_key else self._in_word)
             char = yield from self._text.peek()
-            if not any(mark.startswith(char) for mark in self._marks if char) or (yield from self._is_at_mark()):
+            if not char or char not in self._begins_mark or (yield from self._is_at_mark()):
                 break
             self._text.advance()
         raw = self._text.take()
@@ -246,10 +252,9 @@ class JsonMender:
         """Whether the quote that comes next ends a value, because of what follows it."""
         text = self._text
         text.advance()
-        yield from text.skip()
-        char = yield from text.peek()
+        char = text.glance() or (yield from self._next_character())
         is_end = not char or char in ",}]" or (char in "\"'" and "\n" in text.since(1))
-        is_end = is_end or (yield from self._is_at_mark())
+        is_end = is_end or (char in self._begins_mark and (yield from self._is_at_mark()))
         text.back_to(0)
         return is_end
 

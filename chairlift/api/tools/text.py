@@ -152,6 +152,13 @@ class Text:
             yield
         return self._text[self._at : self._at + 1]
 
+    def glance(self) -> str:
+        """Reads whitespace, and returns the next character if it has come already; empty if not."""
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None, "a run may be empty"
+        self._at = match.end()
+        return self._text[self._at : self._at + 1]
+
     def ahead(self, num_characters: int) -> Reading[str]:
         """The next characters, so many unless the answer ends before."""
         while len(self._text) - self._at < num_characters and not self._is_over:
@@ -201,20 +208,21 @@ class Text:
 
         Characters of `held` right before the mark are read and not passed on.
         """
+        pattern = re.compile("|".join(re.escape(mark) for mark in marks if mark) or "(?!)")
         while True:
-            found = [at for mark in marks if mark and (at := self._text.find(mark, self._at)) >= 0]
-            if not found and self._is_over:
+            found = pattern.search(self._text, self._at)
+            if found is None and self._is_over:
                 self._at = len(self._text)
                 add(self.take())
                 return False
             num_begun = max((_num_begun(self._text[self._at :], mark) for mark in marks), default=0)
-            end = min(found, default=len(self._text) - num_begun)
+            end = len(self._text) - num_begun if found is None else found.start()
             text = self._text[self._at : end].rstrip(held)
             if text:
                 self._at += len(text)
                 add(self.take())
             self._at = end
-            if found:
+            if found is not None:
                 return True
             yield
 

@@ -20,6 +20,7 @@ from chairlift.engine.text.call_ids import needs_short_ids, with_short_ids
 from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
+from chairlift.engine.text.template_limits import TemplateTooCostly, limited, release
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest, PromptExcess
 from chairlift.models.gguf import is_gguf, open_gguf
 
@@ -27,8 +28,11 @@ logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
-# What templates raise for unknown roles and shapes, or when they take too much memory.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
+# What templates raise for unknown roles and shapes, or when they take too much memory or nest too deeply.
+_TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    *(MemoryError, RuntimeError),
+)
 _MAX_REASON = 1000
 _PROBED_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
@@ -85,9 +89,20 @@ class Tokenizer:
         self._unwritten_ids = frozenset(self._special_ids.values())
         self._specials = SpecialTokens(self._special_ids)
         self._token_texts: dict[int, str] = {}
-        self._forms = self._find_forms([]) if self.has_chat_template else NO_PARTS
-        self._forms_with_tools = self._find_forms([_PROBED_TOOL], self._forms) if self.has_chat_template else NO_PARTS
-        self._check_template(chat_template_file)
+        self._forms = self._forms_with_tools = NO_PARTS
+        if self.has_chat_template:
+            with limited():
+                self._try_template(chat_template_file)
+
+    def _try_template(self, file: str | None) -> None:
+        """Finds the forms of content that it shows. `file`: see `_check_template`."""
+        try:
+            self._forms = self._find_forms([])
+            self._forms_with_tools = self._find_forms([_PROBED_TOOL], self._forms)
+        except TemplateTooCostly as error:
+            release(error)
+            self._forms = ContentForms(refused=frozenset({"user"}))
+        self._check_template(file)
 
     def _check_template(self, file: str | None) -> None:
         """Warns of a template with which conversations do not reach the model. ConfigurationError if the file is none.
@@ -232,18 +247,20 @@ class Tokenizer:
             forms = self._forms_with_tools if options.tools else self._forms
             return self._render(forms.apply(messages), options)
         except _TEMPLATE_ERRORS as error:
+            release(error)
             reason = (str(error) or type(error).__name__)[:_MAX_REASON]
             raise InvalidRequest(f"the chat template refuses these messages: {reason}", "messages") from error
 
     def _render(self, messages: list[Message], options: ChatOptions) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            messages,
-            tools=options.tools or None,
-            tokenize=False,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            **options.template_arguments,
-        )
+        with limited():
+            rendered = self._tokenizer.apply_chat_template(
+                messages,
+                tools=options.tools or None,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.template_arguments,
+            )
         return str(rendered)
 
     def _find_forms(self, tools: list[Any], default: ContentForms = NO_PARTS) -> ContentForms:
@@ -252,7 +269,10 @@ class Tokenizer:
         def render(messages: list[Message]) -> str | None:
             try:
                 return self._render(messages, ChatOptions(tools))
-            except (*_TEMPLATE_ERRORS, RecursionError):
+            except TemplateTooCostly:
+                raise  # rather than try it many times
+            except _TEMPLATE_ERRORS as error:
+                release(error)
                 return None
 
         return find_content_forms(render, default)
@@ -261,7 +281,8 @@ class Tokenizer:
         self, messages: Sequence[Message], options: ChatOptions, max_tokens: int, keeps_end: bool = False
     ) -> list[int]:
         """Token ids of the rendered chat, to which the template itself adds special tokens. Limits as in `encode`."""
-        pieces = self._render_pieces(messages, options)
+        with limited():
+            pieces = self._render_pieces(messages, options)
         if len(pieces) == 1:
             return self.encode(pieces[0], False, "messages", max_tokens, keeps_end)
         length = sum(map(len, pieces))

@@ -55,14 +55,15 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, pacing: Pacing | None = None, ranks: Ranks | None = None) -> None:
         """`pacing` None: the device's default. `ranks`: given to all ranks but the first, which starts the others."""
-        checkpoint = open_checkpoint(config.model)
+        is_dummy = config.load_format is LoadFormat.DUMMY
+        checkpoint = open_checkpoint(config.model, ignores_weights=is_dummy)
         self.vocab_size = checkpoint.config.vocab_size
         is_first = ranks is None and config.tensor_parallel_size > 1
         self.ranks = Leader(config, checkpoint) if is_first else ranks or Ranks(config)
         config = self.ranks.config
         checkpoint, machine = self.ranks.split(checkpoint, inspect_machine(config.device))
         shape = checkpoint.config
-        grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
+        grouped = None if is_dummy else grouped_size(checkpoint)
         self.config = resolve(config, shape, count_parameters(shape), machine, find_obstacle, grouped)
         if self.config.fallback_reason is not None:
             logger.warning("the attention backend is torch instead of cpu: %s", self.config.fallback_reason)

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.config import ModelConfig, ModelShape
+from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
+from chairlift.models.config import EMBEDDING, HEAD, ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
@@ -66,12 +67,7 @@ class Checkpoint:
     @cached_property
     def weight_files(self) -> list[Path]:
         """The safetensors files, single or sharded. CheckpointError if one is missing."""
-        index = self.path / _INDEX_FILE
-        files = _indexed_files(index) if index.is_file() else [self.path / _SINGLE_FILE]
-        for path in files:
-            if not path.is_file():
-                raise CheckpointError(f"{self.path} lacks {path.name} (weights must be safetensors)")
-        return files
+        return _weight_files(self.path)
 
     def open_weights(self) -> WeightReader:
         """A reader of its tensors. CheckpointError if files are missing or damaged."""
@@ -82,10 +78,11 @@ class Checkpoint:
         return files if self.compression is None else CompressedWeights(files, self.compression)
 
 
-def open_checkpoint(model: str) -> Checkpoint:
-    """Finds a checkpoint, as `find_model` does, and reads its configuration.
+def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
+    """Finds a checkpoint, as `find_model` does, and reads its configuration, and of its weights the names and shapes.
 
-    CheckpointError if there is none, or it asks for what is not supported.
+    CheckpointError if there is none, it asks for what is not supported, or the weights contradict it.
+    `ignores_weights`: the configuration alone counts.
     """
     path = find_model(model)
     if is_gguf(path):
@@ -97,10 +94,30 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise CheckpointError(f"{path} has no config.json")
     with _naming(config):
         raw = restore_floats(json.loads(config.read_text(encoding="utf-8")))
-        return Checkpoint(path, _describe(raw), read_compression(raw))
+        refuse_large_numbers(raw)
+    has_weights = not ignores_weights and any((path / name).is_file() for name in (_INDEX_FILE, _SINGLE_FILE))
+    weights = SafetensorsWeights(_weight_files(path)) if has_weights else None
+    with _naming(config):
+        if weights is not None:
+            refuse_absent_layers(raw, weights.tensors)
+        described = _describe(raw, weights)
+        compression = read_compression(raw)
+    if weights is not None and isinstance(described, ModelConfig) and described.is_tied:
+        stored = weights if compression is None else CompressedWeights(weights, compression)
+        described = replace(described, is_tied=not has_own_head(stored, EMBEDDING, HEAD))
+    return Checkpoint(path, described, compression)
 
 
-def _describe(raw: dict[str, Any]) -> ModelShape:
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX_FILE
+    files = _indexed_files(index) if index.is_file() else [directory / _SINGLE_FILE]
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(f"{directory} lacks {path.name} (weights must be safetensors)")
+    return files
+
+
+def _describe(raw: dict[str, Any], weights: SafetensorsWeights | None = None) -> ModelShape:
     """From a config.json's fields: a family's `ModelConfig`, or else the description of a decoder in transformers."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -108,9 +125,9 @@ def _describe(raw: dict[str, Any]) -> ModelShape:
     known = [name for name in FAMILIES if name in architectures]
     if known:
         return describe_family(known[0], raw)
-    from chairlift.models.adapter import describe_decoder
+    from chairlift.models.recording import describe_decoder
 
-    return describe_decoder(str(architectures[0]), raw)
+    return describe_decoder(str(architectures[0]), raw, weights)
 
 
 @contextmanager

@@ -72,6 +72,9 @@ class QKNorm(StrEnum):
     ALL_HEADS = "all heads"
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Hugging Face's names for a family's embedding and head."""
+
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 

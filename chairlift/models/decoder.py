@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.config import ModelConfig, Norms, QKNorm, RopeConfig
+from chairlift.models.config import EMBEDDING, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import GatedMLP, Linear, RMSNorm, can_pack, soft_cap
 from chairlift.models.rope import apply_rope, rope_tables
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 class SelfAttention(nn.Module):
@@ -105,12 +103,12 @@ class Decoder(nn.Module):
     def is_product(self, name: str) -> bool:
         """Whether the parameter is the matrix of a product: a `Linear`'s, or the embedding that is also the head."""
         module, _, leaf = name.rpartition(".")
-        is_head = self.config.is_tied and name == _EMBEDDING
+        is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
     def take(self, name: str, weight: Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
-        if name == _EMBEDDING:
+        if name == EMBEDDING:
             self._add_tied_head()
             del self.model.embed_tokens.weight
             self.lm_head.take(weight)

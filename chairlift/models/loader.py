@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError, named
 from chairlift.models.checkpoint import Checkpoint
-from chairlift.models.config import NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
+from chairlift.models.config import EMBEDDING, HEAD, NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, stack_rows
 from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
@@ -173,9 +173,12 @@ def count_parameters(config: ModelShape) -> int:
 
 
 def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
-    """The size of what stays in groups for a backend that multiplies them; None if nothing does. Reads no weights."""
-    if checkpoint.gguf is None and checkpoint.compression is None:
-        return None
+    """The size of what stays in groups for a backend that multiplies them; None if nothing does. Reads no weights.
+
+    CheckpointError, as for `load_model`, if names or shapes are not those of the model.
+    """
+    if isinstance(checkpoint.config, AdaptedConfig):
+        return None  # transformers compares them
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
     return _size_in_groups(model, _formats_of(model, reader, _match(model, reader)))
 
@@ -253,6 +256,8 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
         name: _parts_of(".".join(norms.get(part, part) for part in name.split(".")), tuple(parameter.shape), stacked)
         for name, parameter in model.named_parameters()
     }
+    if model.config.is_tied and EMBEDDING not in reader.tensors and HEAD in reader.tensors:
+        parts[EMBEDDING] = {HEAD: parts[EMBEDDING][EMBEDDING]}  # either of the two may be stored
     needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
     leftover = reader.tensors.keys() - needed.keys() - _ignored(model.config, reader.tensors)
     leftover = {name for name in leftover if not _is_zero_bias(reader, name)}
@@ -276,7 +281,7 @@ def _stacked(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Tensors that a checkpoint may hold without need: a tied head's copy, and rotary tables of older formats."""
-    tied = {"lm_head.weight"} if config.is_tied else set()
+    tied = {HEAD} if config.is_tied else set()
     return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
 
 

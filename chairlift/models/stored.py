@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.grouped import GroupedWeight
 
+_ROWS_COMPARED = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
@@ -78,12 +80,26 @@ class SafetensorsWeights:
             tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
 
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether both tensors have the same dtype, shape and bits. Reads some rows of each at a time."""
+        if self.tensors[first] != self.tensors[second] or not self.tensors[first].shape:
+            return False
+        num_rows = self.tensors[first].shape[0]
+        return all(
+            _are_same_bits(*(self.read_spans(name, 0, [(start, start + _ROWS_COMPARED)]) for name in (first, second)))
+            for start in range(0, num_rows, _ROWS_COMPARED)
+        )
+
     def read_spans(self, name: str, dim: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Spans of the first or second dimension, concatenated; nothing else of the tensor is read."""
         with safe_open(self._files[name], framework="pt") as handle:
             whole = handle.get_slice(name)
             parts = [whole[start:stop] if dim == 0 else whole[:, start:stop] for start, stop in spans]
         return torch.cat(parts, dim)
+
+
+def _are_same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 # --- compressed safetensors
@@ -230,6 +246,10 @@ class CompressedWeights:
             size = next((each for each in (_SPREAD_OVER, 64, 32) if num_inputs % each == 0), size)
         has_offsets = num_bits == 4 or f"{self._matrices[name]}.{self._layout.zeros}" in self._files.tensors
         return GroupFormat(num_bits, size, _SCALE_BYTES * (1 + has_offsets))
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """As in plain files. Matrices in groups count as different from all others."""
+        return not {first, second} & self._matrices.keys() and self._files.are_equal(first, second)
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
         """CheckpointError for parts that do not match, and for GPTQ's act-order."""

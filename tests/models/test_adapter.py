@@ -57,14 +57,30 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ("LlavaForConditionalGeneration", {"model_type": "llava"}, "only decoders of text are"),
         ("GptOss", {"model_type": "gpt_oss", "num_local_experts": 4}, "its attention has sinks"),
         ("DeepseekV3", {"model_type": "deepseek_v3"}, "queries, keys and values differ in size"),
-        ("Falcon", {}, "its attention cannot be handed to the cache"),
-        ("DiffLlama", {}, "6 of its 3 layers"),
+        *((name, {}, "attend through transformers' interface") for name in ("Falcon", "GPTJ", "Rwkv")),
+        ("CodeGen", {"rotary_dim": 8, "n_embd": 64, "n_head": 4}, "attend through transformers' interface"),
+        ("Falcon", {"alibi": True}, "adds a bias for each distance (alibi)"),
+        ("Bloom", {}, "adds a bias for each distance (alibi)"),
+        ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3}, "adds a bias for each distance (alibi)"),
+        ("Doge", {}, "is not causal, or has a mask of its own"),
+        ("JetMoe", {}, "depends on values while it routes tokens"),
+        (
+            *("Gemma3n", {"model_type": "gemma3n_text", "num_hidden_layers": 35, "hidden_size_per_layer_input": 16}),
+            "use the keys and values of other layers",
+        ),
+        ("DiffLlama", {}, "its 3 layers attend 6 times"),
+        ("Helium", {"head_dim": 128}, "cannot be run with these sizes"),
+        (
+            "Apertus",
+            {"rope_parameters": {"rope_type": "su"}},
+            "cannot be built from it by transformers (KeyError",
+        ),
         ("Own", {"auto_map": {"AutoConfig": "own.Own"}}, "is not run"),
         ("MistralModel", {"model_type": "mistral"}, "transformers has no decoder of that name"),
         ("Mixtral", {"quantization_config": {"quant_method": "awq"}}, "its weights are quantized with awq"),
         (
             *("Cohere", {"pad_token_id": 0, "sliding_window": 9}),
-            "its sliding window is in its masks only, which is not supported",
+            "its sliding window is in its masks only",
         ),
     ],
 )
@@ -77,6 +93,14 @@ def test_what_the_cache_or_attention_cannot_serve_is_refused_before_anything_is_
     message = refusal(path, open_checkpoint)
     assert said in message
     assert message.startswith(f"{path}/config.json: ")
+
+
+@pytest.mark.parametrize("window", [256, 1000])
+def test_a_window_that_covers_the_context_is_no_obstacle(tmp_path: Path, window: int) -> None:
+    phimoe = {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "num_local_experts": 4}
+    config = open_checkpoint(write_config(tmp_path, SMALL, phimoe, sliding_window=window)).config
+    assert config.attention.windows == (None, None, None)
+    assert "in its masks only" in refusal(write_config(tmp_path, SMALL, phimoe, sliding_window=255), open_checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ PARTIAL = {"hidden_size": 128, "partial_rotary_factor": 0.75, "original_max_posi
 ODD = {"num_key_value_heads": 2, "hidden_size": 60}
 FACTORS = [1.0 + 0.1 * i for i in range(12)], [2.0 + 0.3 * i for i in range(12)]
 
+LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
+AFMOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_dense_layers": 1,
+    "head_dim": 16,
+    "layer_types": LAYERS,
+    "sliding_window": WINDOW,
+    "pad_token_id": 0,
+}
+
 # A name begins with the model type, unless the fields have it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama, yarn": {"rope_parameters": YARN},
@@ -78,6 +90,11 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25, "pad_token_id": 0},
     "gpt_neox": {"rotary_pct": 0.5},
     "starcoder2": {"sliding_window": WINDOW},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "pad_token_id": 0},
+    "nemotron": {"pad_token_id": 0},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 1},
+    "afmoe": AFMOE,
+    "phimoe, window of the context": {"num_local_experts": 4, "sliding_window": 512, "pad_token_id": 0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0},
     "apertus, longrope": longrope(FACTORS[0][:8], [2.0] * 8),
     "granitemoe, dynamic rope": {"num_local_experts": 4, "attention_multiplier": 0.2, "rope_parameters": DYNAMIC},

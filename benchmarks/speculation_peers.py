@@ -28,7 +28,8 @@ from peers.worker import WorkerError
 from peers.workers.protocol import Settings
 from speculation import PROMPTS
 
-from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.engine.text.chat_template import ChatOptions
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.models.checkpoint import find_model
 
 _GUESSES = {

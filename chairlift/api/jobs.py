@@ -33,8 +33,8 @@ from chairlift.api.wire.generation import WantedStructure
 from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
-from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest, RequestFailed
 from chairlift.params import GRAMMAR_LIMIT, RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
 

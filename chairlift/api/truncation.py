@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.chat_template import Message
 from chairlift.errors import ContextLengthExceeded
 
 Encode = Callable[[Sequence[Message]], list[int]]

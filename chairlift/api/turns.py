@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.chat_template import Message
 
 TURNS_WARNING = (
     "messages in a row were joined, and later system messages shown as the user's, because the chat template takes one"

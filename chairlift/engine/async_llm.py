@@ -12,6 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import (
     DEFAULT_CHAT,
     DEFAULT_TEXT,
@@ -22,7 +23,6 @@ from chairlift.engine.text.inputs import (
     TextOptions,
 )
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
-from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from chairlift.config import EngineConfig
 from chairlift.engine.core import REST_AFTER_S, EngineCore
 from chairlift.engine.forks import Home
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
-from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from chairlift.api.truncation import encode_end
-from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.chat_template import Message
 from chairlift.errors import ContextLengthExceeded
 from tests.api.conftest import MAX_SEQ_LEN, Server
 from tests.api.contract import post, warning_of

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.content_forms import ContentForms
-from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import ConfigurationError, InvalidRequest
 from tests.engine.tokenizers_made import CHATML, make_byte_tokenizer
 

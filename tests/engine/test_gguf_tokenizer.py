@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 
-from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.engine.text.chat_template import ChatOptions
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError
 from tests.engine.tokenizers_made import CHATML, CORPUS
 from tests.support.gguf_files import add_byte_level_tokenizer, add_sentence_piece_tokenizer, finish, new_writer

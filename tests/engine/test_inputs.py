@@ -10,8 +10,9 @@ import pytest
 from chairlift import SamplingParams
 from chairlift.config import GenerationDefaults
 from chairlift.engine.sampling.token_rules import RuleFilter
+from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.inputs import InputProcessor
-from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from chairlift.params import StructuredOutputs
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, resolved_config

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import InputProcessor
-from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from chairlift.models.checkpoint import find_model
 from tests.engine.support import VOCAB_SIZE, resolved_config

@@ -10,8 +10,9 @@ from jinja2 import UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.template_limits import LimitedSandbox, TemplateTooCostly, limited
-from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import InvalidRequest
 from tests.engine.tokenizers_made import CHATML, make_byte_tokenizer
 

@@ -11,7 +11,8 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.engine.text.chat_template import ChatOptions
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models import checkpoint
 from chairlift.models.checkpoint import find_model, open_checkpoint

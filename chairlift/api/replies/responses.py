@@ -26,7 +26,7 @@ from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.custom_tools import TextTool
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
 from chairlift.api.wire.tools import FunctionTool, LeftOutTool
-from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.chat_template import Message
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams

@@ -37,7 +37,7 @@ from chairlift.api.wire.messages import (
     effort_arguments,
 )
 from chairlift.api.wire.tools import LeftOutTool, known_or_left_out
-from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, String
 

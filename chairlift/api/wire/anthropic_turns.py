@@ -11,7 +11,7 @@ from chairlift.api.wire import Body, Ignored, OneOf, Written, by_type, only_type
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import ARGUMENTS, is_of_assistant, template_call, template_message
-from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.chat_template import Message
 
 CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]
 

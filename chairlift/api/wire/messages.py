@@ -12,7 +12,7 @@ from chairlift.api.wire.custom_tools import CalledCustomTool
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
 from chairlift.api.wire.tools import LeftOutTool
-from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
 # --- messages

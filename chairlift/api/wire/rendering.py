@@ -23,7 +23,7 @@ from chairlift.api.wire.messages import (
     with_call_ids,
 )
 from chairlift.api.wire.tools import Tool
-from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
 ToolPart = Annotated[

@@ -30,7 +30,7 @@ from chairlift.api.wire.messages import (
     template_message,
 )
 from chairlift.api.wire.tools import ChosenFunction, FunctionTool, LeftOutTool, known_or_left_out
-from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, SamplingParams
 

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from chairlift.config import GenerationDefaults, ResolvedConfig
 from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.defaults import CheckpointDefaults
 from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.end_tokens import find_end_tokens
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.special_tokens import strings_in
-from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, too_long
+from chairlift.engine.text.tokenizer import Tokenizer, too_long
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model

@@ -1,57 +1,29 @@
-"""Text to token ids and back: transformers' tokenizers and chat templates, and each token's bytes.
+"""Text and conversations to token ids and back, with transformers' tokenizers.
 
 A conversation's content is plain text, even where it spells a special token: such tokens end turns, so only the
 template may write them, unless a request asks otherwise (`ChatOptions.parse_special_tokens`).
 """
 
-import inspect
-import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chairlift.engine.text.call_ids import needs_short_ids, with_short_ids
-from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
+from chairlift.engine.text.chat_template import ChatOptions, ChatTemplate, Message
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
-from chairlift.engine.text.template_limits import TemplateTooCostly, limited, release
-from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest, PromptExcess
+from chairlift.engine.text.template_limits import limited
+from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest, PromptExcess
 from chairlift.models.gguf import is_gguf, open_gguf
 
-logger = logging.getLogger(__name__)
-
 _NO_LIMIT = 10**30
-_RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
-# What templates raise for unknown roles and shapes, or when they take too much memory or nest too deeply.
-_TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
-    *(MemoryError, RuntimeError),
-)
-_MAX_REASON = 1000
-_PROBED_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
-
-Message = dict[str, Any]
-"""One chat message: at least `role` and `content`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a conversation is rendered."""
-
-    tools: list[dict[Any, Any] | Callable[..., Any]] = field(default_factory=list)  # in OpenAI's shape
-    add_generation_prompt: bool = True  # end with the beginning of the assistant's turn
-    continue_final_message: bool = False  # leave the last message open instead
-    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the model's own template
-    parse_special_tokens: bool = False  # text that spells a special token becomes that token, as in the template
 
 
 class Tokenizer:
@@ -72,11 +44,6 @@ class Tokenizer:
             raise CheckpointError(f"{path} has no tokenizer that can be loaded: {reason}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path} has no fast tokenizer (tokenizer.json)")
-        if chat_template_file is not None:
-            try:
-                tokenizer.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
-            except OSError as error:
-                raise ConfigurationError(f"chat_template {chat_template_file} cannot be read: {error}") from error
         tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -89,51 +56,20 @@ class Tokenizer:
         self._unwritten_ids = frozenset(self._special_ids.values())
         self._specials = SpecialTokens(self._special_ids)
         self._token_texts: dict[int, str] = {}
-        self._forms = self._forms_with_tools = NO_PARTS
-        if self.has_chat_template:
-            with limited():
-                self._try_template(chat_template_file)
-
-    def _try_template(self, file: str | None) -> None:
-        """Finds the forms of content that it shows. `file`: see `_check_template`."""
-        try:
-            self._forms = self._find_forms([])
-            self._forms_with_tools = self._find_forms([_PROBED_TOOL], self._forms)
-        except TemplateTooCostly as error:
-            release(error)
-            self._forms = ContentForms(refused=frozenset({"user"}))
-        self._check_template(file)
-
-    def _check_template(self, file: str | None) -> None:
-        """Warns of a template with which conversations do not reach the model. ConfigurationError if the file is none.
-
-        `file`: where it comes from, unless it is the checkpoint's own.
-        """
-        unseen = " or ".join(sorted(self._forms.unseen - {"tool"}))
-        if unseen:
-            logger.warning(
-                "the chat template shows nothing of what messages with role %s say, neither as text nor in parts; set"
-                " chat_template to another one",
-                unseen,
-            )
-        if "user" in self._forms.refused:
-            try:
-                self.render_chat([{"role": "user", "content": "Hello"}], ChatOptions())
-            except InvalidRequest as error:
-                if file is not None and isinstance(error.__cause__, TemplateSyntaxError):
-                    place = f"{file}, line {error.__cause__.lineno}"
-                    raise ConfigurationError(f"chat_template {place}: {error.__cause__.message}") from error
-                logger.warning("%s; chat does not work unless you set chat_template to another one", error)
+        self._chat = ChatTemplate(tokenizer, chat_template_file)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
+        return self._chat.exists
 
     @property
     def chat_template(self) -> str:
         """The template's text; empty if there is none."""
-        template = self._tokenizer.chat_template
-        return template if isinstance(template, str) else "\n".join((template or {}).values())
+        return self._chat.text
+
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """Renders the messages with the chat template."""
+        return self._chat.render(messages, options)
 
     def describe(self) -> dict[str, Any]:
         """Its class, special tokens and added tokens, by transformers' names; missing ones are None."""
@@ -234,49 +170,6 @@ class Tokenizer:
         """Whether the token stands for ordinary text; tokens that were added to the vocabulary often end or mark it."""
         return self.is_written(token_id) and token_id not in self._added_ids
 
-    def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """Renders the messages with the chat template."""
-        if not self.has_chat_template:
-            raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
-        reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
-        if reserved:
-            raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
-        if needs_short_ids(self.chat_template):
-            messages = with_short_ids(messages)
-        try:
-            forms = self._forms_with_tools if options.tools else self._forms
-            return self._render(forms.apply(messages), options)
-        except _TEMPLATE_ERRORS as error:
-            release(error)
-            reason = (str(error) or type(error).__name__)[:_MAX_REASON]
-            raise InvalidRequest(f"the chat template refuses these messages: {reason}", "messages") from error
-
-    def _render(self, messages: list[Message], options: ChatOptions) -> str:
-        with limited():
-            rendered = self._tokenizer.apply_chat_template(
-                messages,
-                tools=options.tools or None,
-                tokenize=False,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                **options.template_arguments,
-            )
-        return str(rendered)
-
-    def _find_forms(self, tools: list[Any], default: ContentForms = NO_PARTS) -> ContentForms:
-        """Tries the template."""
-
-        def render(messages: list[Message]) -> str | None:
-            try:
-                return self._render(messages, ChatOptions(tools))
-            except TemplateTooCostly:
-                raise  # rather than try it many times
-            except _TEMPLATE_ERRORS as error:
-                release(error)
-                return None
-
-        return find_content_forms(render, default)
-
     def encode_chat(
         self, messages: Sequence[Message], options: ChatOptions, max_tokens: int, keeps_end: bool = False
     ) -> list[int]:
@@ -295,7 +188,7 @@ class Tokenizer:
 
     def _render_pieces(self, messages: Sequence[Message], options: ChatOptions) -> list[str]:
         """The rendered chat, cut within each special token that the conversation spells, so that no piece has one."""
-        rendered = self.render_chat(messages, options)
+        rendered = self._chat.render(messages, options)
         given = [*messages, options.tools, options.template_arguments]
         if options.parse_special_tokens or not any(map(self._specials.are_in, strings_in(given))):
             return [rendered]
@@ -307,7 +200,7 @@ class Tokenizer:
                 for message in messages
             ]
             tools, arguments = elsewhere.cut(options.tools, cut), elsewhere.cut(options.template_arguments, cut)
-            return self.render_chat(marked, replace(options, tools=tools, template_arguments=arguments))
+            return self._chat.render(marked, replace(options, tools=tools, template_arguments=arguments))
 
         marked = render(self._specials, self._specials)
         if marked.replace(cut, "") != rendered:
@@ -317,7 +210,7 @@ class Tokenizer:
             looked_for = {
                 text
                 for text in texts
-                if text in self.chat_template and render(SpecialTokens((text,)), none).replace(cut, "") != rendered
+                if text in self._chat.text and render(SpecialTokens((text,)), none).replace(cut, "") != rendered
             }
             marked = render(SpecialTokens(texts - looked_for), self._specials)
         return [piece for piece in marked.split(cut) if piece]

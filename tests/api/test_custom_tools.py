@@ -149,7 +149,9 @@ async def test_a_grammar_that_cannot_be_enforced_is_told(serve: Serve) -> None:
     nested = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
     wrong = {"type": "grammar", "syntax": "lark", "definition": "begin: LF"}
     look = {"type": "grammar", "syntax": "regex", "definition": "(?=a)b"}
+    long = {**TOOL, "format": {**FORMAT, "definition": APPLY_PATCH + "// " * 12_000}}
     async with serve("Good.") as server:
+        too_long = await error_of(server, RESPONSES, {"input": "x", "tools": [long, {**long, "name": "b"}]})
         header = await warning_of(server, RESPONSES, {"input": "x", "tools": [{**TOOL, "format": nested}]})
         errors = [
             await error_of(server, RESPONSES, {"input": "x", "tools": [{**TOOL, "format": each}]})
@@ -165,3 +167,6 @@ async def test_a_grammar_that_cannot_be_enforced_is_told(serve: Serve) -> None:
     assert errors[1]["message"].startswith(f"{beginning}compiled: ")
     assert "look-ahead" in errors[1]["message"]
     assert "has a grammar, with syntax and definition" in unfit["message"]
+    assert too_long["message"] == (
+        "tools: the grammars of the custom tools have more than 65536 characters; simplify them"
+    )

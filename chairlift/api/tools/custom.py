@@ -52,7 +52,7 @@ def custom_function(name: str, description: str | None, grammar: InputGrammar | 
         raise InvalidRequest(f"tools: the grammar of custom tool {name!r} cannot be read: {error}", "tools") from error
 
 
-@lru_cache(64)
+@lru_cache(256)  # a request has up to 128, and asks for each several times
 def _pattern_of(grammar: InputGrammar) -> str:
     """The regular expression whose whole matches are the inputs."""
     if grammar.syntax == "lark":

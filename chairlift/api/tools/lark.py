@@ -278,7 +278,7 @@ class _Expansion:
         for index, join in ((0, _first_then_more), (-1, _more_then_last)):
             more = [each for each in alternatives if _name_at(each, index) == name]
             if more:
-                others = tuple(each for each in alternatives if each not in more)
+                others = tuple(each for each in alternatives if _name_at(each, index) != name)
                 rest = tuple(
                     _Node("sequence", parts=each.parts[1:] if index == 0 else each.parts[:-1]) for each in more
                 )

@@ -1,5 +1,6 @@
 """Custom tools, which the model calls with a text: their declarations, and their calls in a conversation."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
@@ -20,8 +21,17 @@ class GrammarText(Body):
     syntax: Literal["lark", "regex"]
     definition: str = Field(max_length=MAX_CHARACTERS, description="enforced token by token, if it is regular")
 
-    def grammar(self) -> InputGrammar:
-        return InputGrammar(self.syntax, self.definition)
+
+def check_definitions(tools: Iterable[object]) -> None:
+    """InvalidRequest if the grammars of custom tools are too long together."""
+    specs = (tool.custom if isinstance(tool, ChatCustomTool) else tool for tool in tools)
+    forms = (spec.format for spec in specs if isinstance(spec, CustomFunction | TextTool))
+    grammars = (form.given_grammar() for form in forms if form is not None)
+    if sum(len(grammar.definition) for grammar in grammars if grammar is not None) > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"tools: the grammars of the custom tools have more than {MAX_CHARACTERS} characters; simplify them",
+            "tools",
+        )
 
 
 class ChatInputFormat(Body):
@@ -36,6 +46,9 @@ class ChatInputFormat(Body):
             raise InvalidRequest(_NEEDS_GRAMMAR, "tools")
         return self
 
+    def given_grammar(self) -> InputGrammar | None:
+        return None if self.grammar is None else InputGrammar(self.grammar.syntax, self.grammar.definition)
+
 
 class CustomFunction(Body):
     """A tool that is called with a text."""
@@ -45,8 +58,9 @@ class CustomFunction(Body):
     format: ChatInputFormat | None = Field(None, description="left out: any text")
 
     def spec(self) -> FunctionSpec:
-        given = None if self.format is None else self.format.grammar
-        return custom_function(self.name, self.description, None if given is None else given.grammar())
+        return custom_function(
+            self.name, self.description, None if self.format is None else self.format.given_grammar()
+        )
 
 
 class ChatCustomTool(Body):
@@ -75,7 +89,7 @@ class InputFormat(Body):
             raise InvalidRequest(_NEEDS_GRAMMAR, "tools")
         return self
 
-    def grammar(self) -> InputGrammar | None:
+    def given_grammar(self) -> InputGrammar | None:
         return None if self.syntax is None or self.definition is None else InputGrammar(self.syntax, self.definition)
 
 
@@ -93,7 +107,9 @@ class TextTool(Body):
     defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
 
     def spec(self) -> FunctionSpec:
-        return custom_function(self.name, self.description, None if self.format is None else self.format.grammar())
+        return custom_function(
+            self.name, self.description, None if self.format is None else self.format.given_grammar()
+        )
 
 
 # What a model called, in the history of a conversation.

@@ -8,7 +8,7 @@ from pydantic import Field, StrictBool, model_validator
 from chairlift.api.tools.functions import FunctionSpec
 from chairlift.api.tools.mending import arguments_of
 from chairlift.api.wire import Body, Written, only, only_types
-from chairlift.api.wire.custom_tools import CalledCustomTool
+from chairlift.api.wire.custom_tools import CalledCustomTool, check_definitions
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
 from chairlift.api.wire.tools import LeftOutTool
@@ -243,6 +243,7 @@ class ToolUse(TemplateInput):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> Self:
+        check_definitions(self.tools or ())
         if self.call_mode == "required" and not self.callable_functions:
             why = "".join(f": {each}" for each in tools_warning(self.left_out, were_all=True))
             raise InvalidRequest(f"tool_choice is only allowed with tools{why}", "tool_choice")

@@ -109,6 +109,15 @@ def named(name: object) -> str:
     return str(name) if _PLAIN_NAME.fullmatch(str(name)) else shown(name)
 
 
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def sized(num_bytes: float) -> str:
+    """An amount of memory in the largest unit of which it has at least one: `1.50 GiB`, `312 bytes`."""
+    exponent = min(max(0, (int(abs(num_bytes)).bit_length() - 1) // 10), len(_UNITS) - 1)
+    return f"{num_bytes / 1024**exponent:.{2 if exponent else 0}f} {_UNITS[exponent]}"
+
+
 class CheckpointError(ConfigurationError):
     """A checkpoint that is missing, damaged, or of a kind that is not supported.
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from chairlift.errors import sized
+
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
 _SMAPS = Path("/proc/self/smaps")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
@@ -54,7 +56,7 @@ class MappedMemory:
         try:
             mapping = mmap.mmap(-1, size + 2 * mmap.PAGESIZE, flags=flags)
         except OSError as error:
-            raise MemoryError(f"{size / 2**30:.1f} GiB of addresses cannot be reserved: {error}") from error
+            raise MemoryError(f"{sized(size)} of addresses cannot be reserved: {error}") from error
         # Tensors from a buffer keep a reference to it, so the mapping is freed with the last of them.
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=mmap.PAGESIZE)
         self.blocks = self._bytes.view(dtype)[:num_elements].view(shape)

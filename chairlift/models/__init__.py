@@ -92,7 +92,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         )
     if isinstance(checkpoint.config, AdaptedConfig):
         return _load_adapted_forward(checkpoint, config)
-    lengths = config.max_seq_len, config.slot_len
+    is_native = config.attention_backend is AttentionBackend.CPU
+    lengths = config.max_seq_len, 1 if is_native else config.slot_len  # native code makes rotary tables of its own
     if config.load_format is LoadFormat.DUMMY:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
@@ -102,9 +103,9 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             config.device,
             *lengths,
             keeps_groups=config.keeps_groups,
-            reads_late=config.attention_backend is AttentionBackend.CPU,
+            reads_late=is_native,
         )
-    if config.attention_backend is AttentionBackend.CPU:
+    if is_native:
         return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()
     if isinstance(checkpoint, CheckpointPart):

@@ -119,6 +119,11 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes that rotary tables take for one position: a cosine and a sine of each element, in float32."""
+        return 8 * self.head_dim * len({layer.rope for layer in self.layers if layer.rope is not None})
+
+    @property
     def attention(self) -> AttentionConfig:
         """What an attention backend is built for."""
         windows = tuple(layer.window for layer in self.layers)

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError, named
+from chairlift.errors import CheckpointError, ConfigurationError, named, sized
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import EMBEDDING, HEAD, NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -63,7 +63,7 @@ def load_model(
             if keeps_groups
             else f"become {dtype}: only the cpu backend multiplies them"
         )
-        logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
+        logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
     with _room_for(model, dtype, device):
@@ -75,7 +75,7 @@ def load_model(
             else:
                 _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
     model.finalize(max_seq_len, num_positions)
-    _log("loaded %s: %.1f MB of weights for %s in %.2f s", checkpoint, model, dtype, start)
+    _log("loaded %s: %s of weights for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -104,7 +104,7 @@ def make_dummy_model(
         else:
             parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
     model.finalize(max_seq_len, num_positions)
-    _log("made up weights for %s: %.1f MB for %s in %.2f s", checkpoint, model, dtype, start)
+    _log("made up weights for %s: %s for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -129,7 +129,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedD
     with _room_for(source, dtype, device):
         model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
     model.check_positions()
-    _log("loaded %s: %.1f MB of weights for %s in %.2f s", checkpoint, model, dtype, start)
+    _log("loaded %s: %s of weights for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -236,14 +236,14 @@ def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{device} ran out of memory for {num_bytes / 1e9:.1f} GB of weights; stop what else uses it, or choose a"
+            f"{device} ran out of memory for {sized(num_bytes)} of weights; stop what else uses it, or choose a"
             " smaller model or another dtype"
         ) from error
 
 
 def _log(message: str, checkpoint: Checkpoint, model: "Decoder | AdaptedDecoder", dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    logger.info(message, checkpoint.path, num_bytes / 1e6, dtype, time.perf_counter() - start)
+    logger.info(message, checkpoint.path, sized(num_bytes), dtype, time.perf_counter() - start)
 
 
 def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:

@@ -163,7 +163,8 @@ def test_slots_take_their_share_of_what_weights_and_a_step_leave(
     caplog.set_level(logging.INFO, logger="chairlift.engine.execution.machine")
     assert fitted(forward).max_batch_size == 25  # 0.8 (10 - 2) GiB / 256 MiB
     assert caplog.messages == [
-        "cuda:0: 10.00 of 16.00 GiB are free beside 1.00 GiB of weights; a step of 64 tokens needs 2.00 GiB of them",
+        "cuda:0: 10.00 GiB of 16.00 GiB are free beside 1.00 GiB of weights; a step of 64 tokens needs 2.00 GiB of"
+        " them",
         "25 slots of 4096 tokens: a cache of 6.25 GiB",
     ]
     assert fitted(forward, kv_cache_memory_bytes=4 * GIB).max_batch_size == 16

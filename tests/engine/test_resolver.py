@@ -1,5 +1,6 @@
 """What "auto" becomes on which machine, and what is refused in what words."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,8 @@ F16, BF16, F32 = DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32
 
 # In bfloat16 0.5 GiB of weights, and 64 KiB of cache per token.
 NUM_PARAMETERS = 2**28
-MODEL = replace(BASE, dtype=BF16, layers=BASE.layers * 16, num_heads=8, num_kv_heads=8, head_dim=64)
+LAYERS = tuple(replace(layer, rope=None) for layer in BASE.layers) * 16
+MODEL = replace(BASE, dtype=BF16, layers=LAYERS, num_heads=8, num_kv_heads=8, head_dim=64)
 CPU = MachineFacts("cpu", frozenset({F32, BF16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6)
 SLOW = "this processor has no AVX2"
 AVX2_CPU = replace(CPU, fast_dtypes=frozenset({F32}))  # it widens bfloat16 in registers
@@ -197,16 +199,18 @@ def test_resolving_changes_nothing_that_was_put_in() -> None:
 
 def no_room(what: str, needed: str, left: str, beside: str, advice: str) -> str:
     """`beside`: what is free beside the weights; without it, the number is the one that was given."""
-    origin = f"80% of the {beside} GiB that are free beside the weights" if beside else "kv_cache_memory_bytes"
-    return f"there is no room for {what}: that is {needed} GiB, and {left} GiB may be used ({origin}); lower {advice}"
+    origin = f"80% of the {beside} that are free beside the weights" if beside else "kv_cache_memory_bytes"
+    return f"there is no room for {what}: that is {needed}, and {left} may be used ({origin}); lower {advice}"
 
 
+FORTY = "40 slots of 4096 tokens"
 BY_SLOTS, BY_MORE = "max_batch_size or max_seq_len", "max_batch_size or raise kv_cache_memory_bytes"
 SEVEN_FOR_EIGHT = (
     "max_num_batched_tokens (7) is below max_batch_size (8): a step must have room for one token of every running"
     " request; raise the first or lower the second"
 )
-UNFIT = "the weights do not fit: they need 0.50 GiB as bfloat16, and 0.25 GiB are free"
+SMALLER = "choose a smaller model, or one that is quantized"
+UNFIT = f"the weights do not fit: they need 512.00 MiB as bfloat16, and 256.00 MiB are free; {SMALLER}"
 OVER = "kv_cache_memory_bytes is 70.00 GiB, and 63.50 GiB are free beside the weights; lower it"
 QUANTIZED = "the checkpoint's weights are quantized already; leave quantization out"
 NO_CPU = "quantization needs attention_backend cpu, which does not work here: no compiler"
@@ -223,18 +227,26 @@ REFUSALS: list[tuple[MachineFacts, dict[str, Any], str]] = [
     (CPU, cache(70), OVER),
     (
         *(CPU, {**cache(1), "max_batch_size": 257, "max_seq_len": 64}),
-        no_room("257 slots of at least 64 tokens", "1.00", "1.00", "", BY_MORE),
+        no_room("257 slots of at least 64 tokens", "1.00 GiB", "1.00 GiB", "", BY_MORE),
     ),
     (
         *(CPU, {**cache(1), "positions": 131_072, "max_seq_len": 20_000}),
-        no_room("a sequence of 20000 tokens", "1.22", "1.00", "", "max_seq_len"),
+        no_room("a sequence of 20000 tokens", "1.22 GiB", "1.00 GiB", "", "max_seq_len"),
     ),
-    (room_for(39), {"max_batch_size": 40}, no_room("40 slots of 4096 tokens", "10.00", "9.75", "12.19", BY_SLOTS)),
+    (
+        room_for(39),
+        {"max_batch_size": 40},
+        no_room(FORTY, "10.00 GiB", "9.75 GiB", "12.19 GiB", BY_SLOTS),
+    ),
     (
         *(room_for(10), {"max_batch_size": 10, "preempt_after": 5}),
-        no_room("10 and 1 spare slots of 4096 tokens", "2.75", "2.50", "3.12", BY_SLOTS),
+        no_room("10 and 1 spare slots of 4096 tokens", "2.75 GiB", "2.50 GiB", "3.12 GiB", BY_SLOTS),
     ),
-    (room_for(1, short_by=2), {}, no_room("1 slot of 4096 tokens", "0.25", "0.25", "0.31", "max_seq_len")),
+    (
+        room_for(1, short_by=2),
+        {},
+        no_room("1 slot of 4096 tokens", "256.00 MiB", "256.00 MiB", "320.00 MiB", "max_seq_len"),
+    ),
 ]
 
 
@@ -273,5 +285,56 @@ def test_nothing_but_the_number_of_slots_changes() -> None:
 
 @pytest.mark.parametrize("free_bytes", [GIB // 4, 0, -GIB])
 def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"1 slot of 4096 tokens: that is 0\.25 GiB.*; lower max_seq_len$"):
+    with pytest.raises(ConfigurationError, match=r"1 slot of 4096 tokens: that is 256\.00 MiB.*; lower max_seq_len$"):
         refitted(free_bytes)
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "said"),
+    [
+        (GIB // 4, {"dtype": "bfloat16"}, "512.00 MiB as bfloat16, and 256.00 MiB are free; with quantization they"),
+        (GIB // 4, {"dtype": "bfloat16"}, "need less (int8 272.00 MiB and int4 144.00 MiB), or choose a smaller model"),
+        (GIB // 4, {"quantization": "int8"}, "272.00 MiB as int8, and 256.00 MiB are free; with quantization they"),
+        (GIB // 4, {"quantization": "int8"}, "need less (int4 144.00 MiB), or choose a smaller model"),
+        (GIB // 8, {"quantization": "int4"}, f"144.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
+        (99, {"grouped": GroupedSize(2**28, 2**28)}, f"256.00 MiB as bfloat16, and 99 bytes are free; {SMALLER}"),
+    ],
+)
+def test_weights_that_do_not_fit_name_formats_that_need_less(free: int, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        resolved(replace(CPU, free_bytes=free), **asked)
+
+
+# Rotary tables
+
+TURNING = replace(MODEL, layers=BASE.layers)  # a position takes 512 bytes of a table, and 4 KiB of cache
+
+
+def resolved_with_tables(positions: int, **config: Any) -> ResolvedConfig:
+    """In 13 MiB beside the weights."""
+    shape = replace(TURNING, max_position_embeddings=positions)
+    machine = replace(CPU, free_bytes=GIB // 2 + 13 * 2**20)
+    return resolve(EngineConfig(**config), shape, NUM_PARAMETERS, machine, lambda *_: None)
+
+
+def test_rotary_tables_are_as_long_as_sequences_and_take_memory() -> None:
+    assert TURNING.table_bytes == 512
+    short = resolved_with_tables(256)
+    assert (short.max_seq_len, short.kv_cache_memory_bytes) == (256, int((13 * 2**20 - 256 * 512) * 0.8))
+    asked = resolved_with_tables(2**31 - 1, max_seq_len=512)
+    assert (asked.max_seq_len, asked.kv_cache_memory_bytes) == (512, int((13 * 2**20 - 512 * 512) * 0.8))
+
+
+def test_a_long_context_is_cut_to_what_fits_with_its_tables() -> None:
+    fitted = resolved_with_tables(2**31 - 1)
+    assert fitted.max_seq_len == 2366  # in 0.8 of 13 MiB
+    assert fitted.kv_cache_memory_bytes == int((13 * 2**20 - 2366 * 512) * 0.8)
+
+
+def test_a_length_whose_tables_have_no_room_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolved_with_tables(2**31 - 1, max_seq_len=30_000)
+    assert str(caught.value) == (
+        "there is no room for the rotary tables of 30000 positions: they take 14.65 MiB, and 13.00 MiB are free beside"
+        " the weights; lower max_seq_len"
+    )

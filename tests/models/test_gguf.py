@@ -129,7 +129,9 @@ def test_on_a_gpu_groups_become_numbers_and_the_log_says_so(valid: Path, caplog:
     exact = load(valid).layers[1].mlp.down_proj.weight
     assert torch.equal(loaded.layers[1].mlp.down_proj.weight, exact.bfloat16())
     said = next(message for message in caplog.messages if "small integers" in message)
-    assert said == "0.0 MB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
+    assert (
+        said == "41.25 KiB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
+    )
 
 
 def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

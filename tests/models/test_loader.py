@@ -236,6 +236,6 @@ def test_no_room_for_the_weights_is_one_clear_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigurationError) as caught:
         dummy(make_config(tmp_path))
     assert str(caught.value) == (
-        "cpu ran out of memory for 0.0 GB of weights; stop what else uses it, or choose a smaller model"
+        "cpu ran out of memory for 140.62 KiB of weights; stop what else uses it, or choose a smaller model"
         " or another dtype"
     )

@@ -23,7 +23,7 @@ from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.device import on_device
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
 from chairlift.engine.sampling.sampler import Sampler
-from chairlift.errors import ConfigurationError
+from chairlift.errors import ConfigurationError, sized
 from chairlift.models.attention import Forward
 from chairlift.models.config import ModelShape
 from chairlift.models.cpu.build import find_drawback, wanted_level
@@ -31,7 +31,6 @@ from chairlift.models.cpu.build import find_drawback, wanted_level
 logger = logging.getLogger(__name__)
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
-_GIB = 2**30
 _LAUNCH_S = 0.002  # of decode steps in a launch: a new request waits for them, and the host's work overlaps with them
 _CGROUP = Path("/sys/fs/cgroup")  # of version 2; version 1 has a folder for each controller
 _CGROUP_FILES = (
@@ -157,10 +156,10 @@ def fit_cache(
         return resolved
     fitted = fit_slots(config, resolved, model, least(_measure_free_bytes(forward, resolved)))
     logger.info(
-        "%d slots of %d tokens: a cache of %.2f GiB",
+        "%d slots of %d tokens: a cache of %s",
         fitted.num_slots,
         fitted.slot_len,
-        fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes / _GIB,
+        sized(fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes),
     )
     return fitted
 
@@ -171,7 +170,7 @@ def _fit_host_cache(
     """`resolved`, less the memory of a step, which takes gigabytes with long contexts and many threads."""
     num_step_bytes = forward.step_bytes(resolved.max_num_batched_tokens, resolved.max_batch_size, resolved.cache_tokens)
     fitted = fit_slots(config, resolved, model, _free_memory() - num_step_bytes)
-    logger.info("a step takes up to %.1f MB", num_step_bytes / 1e6)
+    logger.info("a step takes up to %s", sized(num_step_bytes))
     return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
 
 
@@ -189,19 +188,15 @@ def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig) -> int:
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"{device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"
-            f" {num_weight_bytes / _GIB:.2f} GiB of weights; lower max_num_batched_tokens or max_batch_size"
+            f" {sized(num_weight_bytes)} of weights; lower max_num_batched_tokens or max_batch_size"
         ) from error
     num_step_bytes = torch.cuda.max_memory_allocated(device) - num_weight_bytes
     torch.cuda.empty_cache()
     num_free_bytes, num_total_bytes = torch.cuda.mem_get_info(device)
     logger.info(
-        "%s: %.2f of %.2f GiB are free beside %.2f GiB of weights; a step of %d tokens needs %.2f GiB of them",
-        device,
-        num_free_bytes / _GIB,
-        num_total_bytes / _GIB,
-        num_weight_bytes / _GIB,
-        config.max_num_batched_tokens,
-        num_step_bytes / _GIB,
+        "%s: %s of %s are free beside %s of weights; a step of %d tokens needs %s of them",
+        *(device, sized(num_free_bytes), sized(num_total_bytes), sized(num_weight_bytes)),
+        *(config.max_num_batched_tokens, sized(num_step_bytes)),
     )
     return num_free_bytes - num_step_bytes
 
@@ -217,11 +212,11 @@ def allocate_cache(
         cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
         raise ConfigurationError(
-            f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
+            f"allocating {sized(size)} of cache failed; lower max_batch_size or max_seq_len"
         ) from error
     num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
     how = "at once" if max_tokens is None else "as it is used"
-    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
+    logger.info("cache: %d slots of %d tokens, %s taken %s", num_slots, slot_len, sized(num_bytes), how)
     return cache
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chairlift.cache.budget import CHUNK_TOKENS
-from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
-from chairlift.errors import ConfigurationError
+from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
+from chairlift.errors import ConfigurationError, sized
 from chairlift.models.attention.flash import PAGE_SIZE
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
@@ -76,9 +76,10 @@ def resolve(
     if grouped is not None and keeps_groups:
         weight_bytes = (num_parameters - grouped.num_parameters) * dtype.num_bytes + grouped.num_bytes
     if weight_bytes >= machine.free_bytes:
+        can_quantize = backend.name is AttentionBackend.CPU and grouped is None
         raise ConfigurationError(
-            f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"
-            f" and {_gib(machine.free_bytes)} are free"
+            f"the weights do not fit: they need {sized(weight_bytes)} as {config.quantization or dtype},"
+            f" and {sized(machine.free_bytes)} are free; {_smaller_weights(config, num_parameters, can_quantize)}"
         )
     decided = {
         "device": machine.device,
@@ -97,7 +98,39 @@ def resolve(
         **_resolve_batch(config, machine),
     }
     resolved = ResolvedConfig.model_validate({**config.model_dump(), **decided})
-    return fit_slots(config, resolved, model, machine.free_bytes - weight_bytes)
+    resolved, free_bytes = _fit_tables(config, resolved, model, machine.free_bytes - weight_bytes)
+    return fit_slots(config, resolved, model, free_bytes)
+
+
+def _smaller_weights(config: EngineConfig, num_parameters: int, can_quantize: bool) -> str:
+    """Advice where they do not fit."""
+    least = DType.BFLOAT16.num_bytes if config.quantization is None else config.quantization.num_bytes
+    formats = [each for each in Quantization if each.num_bytes < least]
+    if not can_quantize or not formats:
+        return "choose a smaller model, or one that is quantized"
+    sizes = " and ".join(f"{each} {sized(num_parameters * each.num_bytes)}" for each in formats)
+    return f"with quantization they would need less ({sizes}), or choose a smaller model"
+
+
+def _fit_tables(
+    config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int
+) -> tuple[ResolvedConfig, int]:
+    """`resolved` with sequences for whose rotary tables there is memory, and the bytes that these leave free.
+
+    ConfigurationError if the length that `config` asks for is too long for that.
+    """
+    longest = resolved.max_seq_len
+    if config.max_seq_len == "auto" and model.table_bytes:
+        token_bytes = model.kv_elements_per_token * resolved.dtype.num_bytes + model.table_bytes
+        longest = max(1, min(longest, int(free_bytes * resolved.memory_fraction) // token_bytes))
+    resolved = resolved.model_copy(update={"max_seq_len": longest})
+    num_bytes = resolved.slot_len * model.table_bytes
+    if num_bytes >= free_bytes:
+        raise ConfigurationError(
+            f"there is no room for the rotary tables of {longest} positions: they take {sized(num_bytes)}, and"
+            f" {sized(free_bytes)} are free beside the weights; lower max_seq_len"
+        )
+    return resolved, free_bytes - num_bytes
 
 
 def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -> EngineConfig:
@@ -132,9 +165,9 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
     given = config.kv_cache_memory_bytes
     if given != "auto" and given > free_bytes:
         raise ConfigurationError(
-            f"kv_cache_memory_bytes is {_gib(given)}, and {_gib(free_bytes)} are free beside the weights; lower it"
+            f"kv_cache_memory_bytes is {sized(given)}, and {sized(free_bytes)} are free beside the weights; lower it"
         )
-    auto_origin = f"{resolved.memory_fraction:.0%} of the {_gib(free_bytes)} that are free beside the weights"
+    auto_origin = f"{resolved.memory_fraction:.0%} of the {sized(max(0, free_bytes))} that are free beside the weights"
     memory = _Memory(
         num_bytes=_or_default(given, int(max(0, free_bytes) * resolved.memory_fraction)),
         token_bytes=model.kv_elements_per_token * resolved.dtype.num_bytes,
@@ -160,7 +193,7 @@ class _Memory:
     def refusal(self, what: str, num_tokens: int, advice: str) -> ConfigurationError:
         """The error that there is no memory for `what`, which takes `num_tokens` tokens."""
         return ConfigurationError(
-            f"there is no room for {what}: that is {_gib(num_tokens * self.token_bytes)}, and {_gib(self.num_bytes)}"
+            f"there is no room for {what}: that is {sized(num_tokens * self.token_bytes)}, and {sized(self.num_bytes)}"
             f" may be used ({self.origin}); {advice}"
         )
 
@@ -286,7 +319,3 @@ def _resolve_batch(config: EngineConfig, machine: MachineFacts) -> dict[str, int
 
 def _or_default(value: int | Auto, default: int) -> int:
     return default if value == "auto" else value
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

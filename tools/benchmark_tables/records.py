@@ -1,0 +1,146 @@
+"""What a table has a row for: a benchmark's JSON as a list of records."""
+
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import Any
+
+from .cells import speed
+
+Records = Callable[[Any], Sequence[Any]]
+
+
+def at(*path: str) -> Records:
+    """The list at these keys."""
+
+    return lambda data: list(_inside(data, path))
+
+
+def named(*path: str) -> Records:
+    """The dictionary at these keys: each entry's fields, with its key as `name`."""
+    return lambda data: [{"name": key, **fields} for key, fields in _inside(data, path).items()]
+
+
+def _inside(data: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+def trials(*workloads: str, is_with_start: bool = False) -> Records:
+    """The workloads of `compare.py`, these or all by their size, and the engines' start and memory if asked for."""
+
+    def records(data: Any) -> Sequence[Any]:
+        found = [trial for trial in data["results"] if not workloads or trial["workload"] in workloads]
+        by_size = sorted(found, key=lambda trial: (trial["unit"], int(trial["workload"].split("x")[0])))
+        return by_size + (_start(data["engines"]) if is_with_start else [])
+
+    return records
+
+
+def _start(engines: Any) -> list[Any]:
+    def row(name: str, field: str, factor: float) -> Any:
+        return {"workload": name, "engines": {key: {"median": each[field] * factor} for key, each in engines.items()}}
+
+    return [row("start to first token, s", "first_token_s", 1), row("peak memory, GB", "peak_bytes", 1e-9)]
+
+
+def trials_of_runs(data: Any) -> Sequence[Any]:
+    """The same of a file with several runs, each with its commit."""
+    return [{**trial, "commit": run["commit"]} for run in data.values() for trial in run["results"]]
+
+
+def formats(data: Any) -> Sequence[Any]:
+    """The number formats that `formats.py` compared at one level: bits, perplexity, speeds and memory."""
+    level = next(iter(data["engines"])).split()[0]
+    return [
+        {
+            "name": name,
+            **fields,
+            "rates": [median(result["rates"][f"{level} {name}"]) for result in data["results"]],
+            "peak_bytes": data["engines"][f"{level} {name}"]["peak_bytes"],
+        }
+        for name, fields in data["formats"].items()
+    ]
+
+
+def levels(*wanted: str) -> Records:
+    """The instruction sets that `formats.py` compared, with each format's speeds."""
+
+    def records(data: Any) -> Sequence[Any]:
+        return [{"name": level, **_speeds(data, level)} for level in wanted]
+
+    return records
+
+
+def _speeds(data: Any, level: str) -> dict[str, str]:
+    def shown(name: str) -> str:
+        return ", ".join(speed(median(result["rates"][f"{level} {name}"])) for result in data["results"])
+
+    return {name: shown(name) for name in data["formats"]}
+
+
+def seconds_of_engines(data: Any) -> Sequence[Any]:
+    """Workloads with seconds for each engine, as output tokens per second; prompt tokens where one is output."""
+    return [
+        {
+            "shape": result["shape"],
+            "workload": "{}x{}+{}".format(*(sizes := result["requests, prompt, output"])),
+            "engines": {
+                name: {"median": sizes[0] * (sizes[2] if sizes[2] > 1 else sizes[1]) / median(seconds)}
+                for name, seconds in result["seconds"].items()
+            },
+        }
+        for result in data["results"]
+    ]
+
+
+def gains(data: Any) -> Sequence[Any]:
+    """For each number of requests, and engine if there are several, what speculation gains on each kind of text."""
+    figures = data["figures"] if "figures" in data else _figures(data["ratios"])
+    found: dict[Any, Any] = {}
+    for figure in figures:
+        key = (figure["rows"], figure.get("engine"))
+        found.setdefault(key, {"rows": key[0], "engine": key[1]})[figure["kind"]] = figure["ratio"]
+    return sorted(found.values(), key=lambda record: record["rows"])
+
+
+def _figures(ratios: dict[str, float]) -> list[Any]:
+    """Figures of keys like "copy, 8 rows"."""
+    split = [(name.removesuffix(" rows").split(", "), ratio) for name, ratio in ratios.items()]
+    return [{"kind": kind, "rows": int(rows), "ratio": ratio} for (kind, rows), ratio in split]
+
+
+def mean_rounds(data: Any) -> Sequence[Any]:
+    """The servers of `shared_prefix.py`, with the mean duration of their rounds."""
+    (result,) = data["results"]
+    return [
+        {"name": name, **server, "duration_s": mean(each["duration_s"] for each in server["rounds"])}
+        for name, server in result["servers"].items()
+    ]
+
+
+def waiting(data: Any) -> Sequence[Any]:
+    """What a step costs the scheduler, for each kind of queue and length of it."""
+    found: dict[str, Any] = {}
+    for name, cost in data["microseconds"]["waiting"].items():
+        length, kind = name.split(" waiting, ")
+        found.setdefault(kind, {"name": kind})[length] = cost["scheduler"]
+    return list(found.values())
+
+
+def launches(data: Any) -> Sequence[Any]:
+    """Seconds of a step of the small shape on a GPU, for decoding and for prompts."""
+    times = data["small_shape_one_step_a_launch_s"]
+    prompts = {f"prompt of {name[2:-2]} tokens": s for name, s in times["prompts, again"].items()}
+    decoding = {name: s for name, s in times.items() if isinstance(s, float)}
+    return [{"name": name, "s": s} for name, s in (decoding | prompts).items()]
+
+
+def of_kind(kind: str) -> Records:
+    """The measurements of one kind of `gpu.py`."""
+    return lambda data: [each for each in data["measurements"] if each["kind"] == kind]
+
+
+def with_target(data: Any) -> Sequence[Any]:
+    """The rows of the table of `gpu.py` whose share has a target, without the contest."""
+    return [row for row in data["table"] if row["target"] is not None and "transformers" not in row["what"]]

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder
 from chairlift.api.tools.custom import CustomInputs
+from chairlift.api.tools.declared import Declared
 from chairlift.api.tools.formats import CallFormat, Schemas
 from chairlift.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from chairlift.api.tools.text import Piece, PieceBuffer, Reading, Text
@@ -113,7 +114,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        family: ToolFamily | None,
+        family: ToolFamily | Declared | None,
         max_calls: int | None = None,
         schemas: Schemas = _NO_SCHEMAS,
         thoughts: Thoughts | None = None,
@@ -123,7 +124,7 @@ class AnswerReader:
         `custom`: names of custom tools.
         """
         self._inputs = CustomInputs(custom)
-        self._format = None if family is None else FORMATS[family]
+        self._format = FORMATS[family] if isinstance(family, ToolFamily) else family
         self._schemas = schemas
         self._thoughts = thoughts
         self._text = Text()

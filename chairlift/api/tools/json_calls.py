@@ -64,7 +64,7 @@ class JsonCallFormat(CallFormat):
             text.take()
             out.arguments("{}")
         else:
-            marks = [mark for mark in (self.closing, self.opening) if mark]
+            marks = [mark for mark in (*self.closings, self.opening) if mark]
             yield from JsonMender(text, out.arguments, marks).read()
 
 

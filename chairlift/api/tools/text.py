@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 WHITESPACE = " \t\n\r"  # as JSON defines it
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -20,6 +20,19 @@ _KNOWN_ESCAPES = "\\'\"abfnrtvxuU01234567\n"  # of Python's strings
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting(Generic[_Result]):
+    """What comes next in a text: nothing up to `begin`, then perhaps something that ends at `end`."""
+
+    begin: int
+    end: int = 0
+    found: _Result | None = None  # None: more text decides what there is from `begin` on
+
+
+Look = Callable[[str, int, bool], Sighting[_Result]]
+"""Looks for something in a text from a position on; the third argument is true if no more text follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +238,26 @@ class Text:
             if found is not None:
                 return True
             yield
+
+    def pass_on_up_to_sight(self, look: Look[_Result], add: Callable[[str], None]) -> Reading[_Result | None]:
+        """Passes text on up to the first thing that is seen, and reads that; None if there is none before the end.
+
+        It looks again when the text that it holds back has grown by a sixteenth, so that the work stays linear.
+        """
+        while True:
+            seen = look(self._text, self._at, self._is_over)
+            self._at = seen.begin
+            passed = self.take()
+            if passed:
+                add(passed)
+            if seen.found is not None:
+                self._at = seen.end
+            if seen.found is not None or self._is_over:
+                return seen.found
+            num_held = len(self._text) - self._at
+            yield
+            while not self._is_over and len(self._text) - self._at < num_held + num_held // 16:
+                yield
 
     # --- JSON: only strings and depth are followed, the rest is for `json.loads` to judge
 

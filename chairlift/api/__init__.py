@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from chairlift.api.tools import ReasoningFamily, ToolFamily
+from chairlift.api.tools.declared import DeclaredFamily
 from chairlift.config import Size
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
@@ -47,8 +48,13 @@ class ServerConfig(BaseModel):
         description="the model's name for clients, if not that of --model; of several names each is served, and replies"
         " have the first",
     )
-    tool_call_parser: ToolFamily | None = Field(
-        None, description="how the model writes tool calls; unset: as its chat template says"
+    tool_call_parser: ToolFamily | DeclaredFamily | None = Field(
+        None,
+        description="how the model writes tool calls; declared: as its response_template says; unset: as its"
+        " response_template or chat template says",
+    )
+    response_template: Path | None = Field(
+        None, description="JSON file that declares how the model's answers are read, in place of the checkpoint's own"
     )
     reasoning_parser: ReasoningFamily | None = Field(
         None,

@@ -7,6 +7,8 @@ from functools import partial
 from pydantic import ValidationError
 
 from chairlift.api import ServerConfig
+from chairlift.api.answer_formats import answer_format
+from chairlift.api.declared_dialect import DeclaredDialect
 from chairlift.api.replies.answer import CallCounter, NewReader
 from chairlift.api.tools import (
     FORMATS,
@@ -14,9 +16,10 @@ from chairlift.api.tools import (
     AnswerReader,
     ReasoningFamily,
     Thoughts,
-    family_of_template,
+    ToolFamily,
     reasoning_of_template,
 )
+from chairlift.api.tools.declared import Declared
 from chairlift.api.tools.functions import Arguments, FunctionSpec, enforced_arguments
 from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar, schema_lines
 from chairlift.api.wire.generation import Part, WantedStructure
@@ -41,14 +44,25 @@ class AnswerReading:
 
 
 class Dialect:
-    """How the chat template writes calls and thoughts, unless the server's settings name another format."""
+    """How the model writes calls and thoughts, as its chat template, its declaration or the settings say."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig) -> None:
         """ConfigurationError if the model lacks the configured marks."""
         self._inputs = inputs
         self._allows_more = config.allow_additional_properties
-        self._tool_family = config.tool_call_parser or family_of_template(inputs.tokenizer.chat_template)
-        self._marks = _thought_marks(inputs.tokenizer, config.reasoning_parser)
+        form = answer_format(config, inputs.tokenizer)
+        self._tool_family = form if isinstance(form, ToolFamily) else None
+        self._declared: DeclaredDialect | None = None
+        if isinstance(form, Declared):
+            self._declared = DeclaredDialect(form, inputs.tokenizer, config.reasoning_parser is None)
+        self._reads_thoughts = self._declared is not None and self._declared.reads_thoughts
+        declared_marks = None if self._declared is None else self._declared.thought_marks
+        if declared_marks is not None:
+            self._marks = _marks_in(inputs.tokenizer, *declared_marks)
+        else:
+            wanted = ReasoningFamily.NONE if self._reads_thoughts else config.reasoning_parser
+            self._marks = _thought_marks(inputs.tokenizer, wanted)
+        self._has_thoughts = self._marks is not None or self._reads_thoughts
         self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
 
     def constrain_calls(
@@ -58,6 +72,9 @@ class Dialect:
 
         InvalidRequest if the requested options conflict, or the model's format of calls is not known.
         """
+        if self._declared is not None and self._declared.form.has_calls:
+            self._declared.check(body, wanted)
+            return None
         family, is_parallel = self._tool_family, body.is_parallel
         if family is None:
             raise InvalidRequest(
@@ -80,14 +97,18 @@ class Dialect:
         grammar = free_grammar(family, arguments, is_parallel, schema, self._call_tokens())
         return _structure_of(grammar, arguments, wanted)
 
+    def warnings(self, functions: list[FunctionSpec]) -> list[str]:
+        """What a client should know of an answer that may call these functions."""
+        return [] if self._declared is None else self._declared.warnings(functions)
+
     def check_effort(self, body: Conversation) -> list[str]:
         """A warning if a request wants thoughts of a model without them: clients ask for them with every request.
 
         InvalidRequest if it wants none of a model that always thinks.
         """
-        if self._marks is None and body.effort not in (None, "none"):
+        if not self._has_thoughts and body.effort not in (None, "none"):
             return [f"{body.effort_field} was left out: this model does not write its thoughts apart from its answer"]
-        if self._marks is not None and body.effort == "none" and not self._can_refrain:
+        if self._has_thoughts and body.effort == "none" and not self._can_refrain:
             what = '"none" is not supported: this model\'s chat template cannot keep it from thinking'
             raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
         return []
@@ -105,12 +126,11 @@ class Dialect:
         `is_free`: no grammar says where calls may be, so that those without marks are found in the middle of it, too.
         """
         thinking = self._thinking_after(prompt, is_continued)
-        family = self._tool_family if functions else None
+        family, shown = self._format_after(prompt, bool(functions), is_continued)
         max_calls = 1 if functions and not body.is_parallel else None
-        form = None if family is None else FORMATS[family]
-        shown = () if form is None else form.marks
+        form = FORMATS[family] if isinstance(family, ToolFamily) else family
         thoughts = None
-        if thinking is not None and self._marks is not None:
+        if thinking is not None and self._marks is not None and not self._reads_thoughts:
             thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
             shown = (*shown, self._marks.begin, self._marks.end)
         needs_schemas = form is not None and not form.has_types  # not kept otherwise, because they may be large
@@ -121,6 +141,16 @@ class Dialect:
         new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts, custom)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))
+
+    def _format_after(
+        self, prompt: list[int], has_functions: bool, is_continued: bool
+    ) -> tuple[ToolFamily | Declared | None, tuple[str, ...]]:
+        """The format in which the answer to this prompt is read, and its marks."""
+        if self._declared is not None:
+            return self._declared.format_after(prompt, has_functions, is_continued)
+        if self._tool_family is None or not has_functions:
+            return None, ()
+        return self._tool_family, FORMATS[self._tool_family].marks
 
     def _thinking_after(self, prompt: list[int], is_continued: bool) -> Thinking | None:
         """What the prompt says of thoughts in the answer; None if there are none, because the template has closed them.
@@ -160,14 +190,20 @@ def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _Tho
     if family not in THOUGHT_MARKS:
         return None
     begin, end = THOUGHT_MARKS[family]
-    begin_id, end_id = map(tokenizer.backend.token_to_id, (begin, end))
-    if begin_id is not None and end_id is not None:
-        return _ThoughtMarks(begin, end, begin_id, end_id)
+    marks = _marks_in(tokenizer, begin, end)
+    if marks is not None:
+        return marks
     problem = f"{begin} and {end} are not tokens of this model's tokenizer"
     if wanted is not None:
         raise ConfigurationError(f"reasoning_parser {wanted} cannot be used: {problem}; set none, or leave it out")
     logger.warning("thoughts stay in the answers: %s, though the chat template has them", problem)
     return None
+
+
+def _marks_in(tokenizer: Tokenizer, begin: str, end: str) -> _ThoughtMarks | None:
+    """The marks, if each is a token."""
+    begin_id, end_id = map(tokenizer.backend.token_to_id, (begin, end))
+    return None if begin_id is None or end_id is None else _ThoughtMarks(begin, end, begin_id, end_id)
 
 
 def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStructure | None = None) -> WantedStructure:

@@ -182,7 +182,7 @@ class JobMaker:
             prompt_field="messages",
             text_options=replace(reading.text_options, clamps_max_tokens=clamps),
             field_names=body.field_names,
-            warnings=[*warnings, *encoded.warnings],
+            warnings=[*warnings, *self._dialect.warnings(functions), *encoded.warnings],
         )
 
     def _structure_of(self, body: CompletionRequest | Conversation) -> WantedStructure | None:

@@ -20,6 +20,7 @@ from chairlift.engine.text.template_limits import limited
 from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest, PromptExcess
 from chairlift.models.gguf import is_gguf, open_gguf
 
+_DECLARATIONS = ("response_template", "response_schema")
 _NO_LIMIT = 10**30
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
@@ -70,6 +71,11 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Renders the messages with the chat template."""
         return self._chat.render(messages, options)
+
+    @property
+    def declarations(self) -> dict[str, Any]:
+        """The checkpoint's own account of how answers are written: `response_template`; `response_schema` is older."""
+        return {name: value for name, value in self._tokenizer.init_kwargs.items() if name in _DECLARATIONS and value}
 
     def describe(self) -> dict[str, Any]:
         """Its class, special tokens and added tokens, by transformers' names; missing ones are None."""

@@ -16,7 +16,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}
 ENDLESS = {"max_pattern_size": 0, "min_count": 2}
 
 BAD_CHATS: dict[str, list[dict[str, Any]]] = {  # by words of the message; the field to blame comes first
-    "functions is not supported: deprecated; use tools": [{"functions": [{"name": "f"}]}],
+    "functions: only [] is supported: deprecated; use tools": [{"functions": [{"name": "f"}]}],
     "with logprobs: true": [{"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": False}],
     "top_logprobs: Input should be less than or equal to 20": [{"top_logprobs": 21, "logprobs": True}],
     "top_logprobs: Input should be greater than or equal": [{"top_logprobs": -1, "logprobs": True}],
@@ -78,7 +78,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "messages": HELLO}, "messages", "unknown or unsupported field: messages"),
     ({"prompt": "a", "best_of": 2}, "best_of", "best_of is not supported"),
     ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "give it the value of n"),
-    ({"prompt": "a", "suffix": "z"}, "suffix", "suffix is not supported"),
+    ({"prompt": "a", "suffix": "z"}, "suffix", 'only "" is supported'),
     ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),

@@ -145,6 +145,17 @@ async def test_calls_and_their_outputs_come_back(serve: Serve) -> None:
     assert len(num_tokens) == 1
 
 
+async def test_a_stored_call_is_part_of_the_conversation(serve: Serve) -> None:
+    body: dict[str, Any] = {"tools": [TOOL], "temperature": 0}
+    async with serve(hermes(WRITTEN)) as server:
+        first = await post(server, RESPONSES, {**body, "input": "Edit.", "store": True})
+        (call,) = first["output"]
+        output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Done!"}
+        stored = await post(server, RESPONSES, {**body, "input": [output], "previous_response_id": first["id"]})
+        whole = await post(server, RESPONSES, {**body, "input": [*user("Edit."), call, output]})
+    assert stored["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+
+
 async def test_a_grammar_that_cannot_be_enforced_is_told(serve: Serve) -> None:
     nested = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
     wrong = {"type": "grammar", "syntax": "lark", "definition": "begin: LF"}

@@ -101,6 +101,7 @@ async def test_every_field_that_names_a_structure_means_the_same(server: Server)
         {"structured_outputs": {"json": json.dumps(schema)}},
         {"guided_json": schema},
         {"guided_json": json.dumps(schema)},
+        {"json_schema": schema},
     ]
     assert len({await content(server, temperature=0, **fields) for fields in asked}) == 1
     texts = {

@@ -323,6 +323,8 @@ class CompletionsRequest(OpenAIRequest):
     guided_regex: str | None = Field(None, description="older name of structured_outputs.regex")
     guided_choice: Texts | None = Field(None, description="older name of structured_outputs.choice")
     guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
+    json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's name of structured_outputs.json")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
 
     @model_validator(mode="after")
     def _check_prompt_logprobs(self) -> Self:
@@ -339,4 +341,6 @@ class CompletionsRequest(OpenAIRequest):
             guided_regex=make_structure("guided_regex", regex=self.guided_regex),
             guided_choice=make_structure("guided_choice", choice=self.guided_choice),
             guided_grammar=make_structure("guided_grammar", grammar=self.guided_grammar),
+            json_schema=make_structure("json_schema", json=self.json_schema),
+            grammar=make_structure("grammar", grammar=self.grammar),
         )

@@ -33,7 +33,7 @@ BAD_CHATS: dict[str, list[dict[str, Any]]] = {  # by words of the message; the f
     "give one of them": [{"max_tokens": 1, "max_completion_tokens": 2}],
     "stream: true": [{"stream_options": {}}],
     "tools.0: Input should be an object": [{"tools": ["f"]}],
-    "tool_choice.function: Field required": [{"tool_choice": {"type": "function"}}],
+    "the name of the tool belongs into": [{"tool_choice": {"type": "function"}}],
     "stop: Input should be a valid string or a list": [{"stop": 5}],
     "stop.1: Input should be a valid string": [{"stop": ["a", 5]}],
     "response_format.type: Field required": [{"response_format": {}}],

@@ -74,7 +74,10 @@ class NamedTool(Body):
     @model_validator(mode="after")
     def _check_named(self) -> Self:
         if (self.function is None) == (self.custom is None) or (self.custom is None) == (self.type == "custom"):
-            raise InvalidRequest("tool_choice: the name is in the field that the type names", "tool_choice")
+            raise InvalidRequest(
+                'tool_choice: the name of the tool belongs into "function" or, with type custom, into "custom"',
+                "tool_choice",
+            )
         return self
 
     @property

@@ -225,7 +225,8 @@ class JobMaker:
         if truncates or not isinstance(body, ResponsesRequest) or body.truncation != "auto":
             return _EncodedChat(inputs.encode_chat(messages, options, truncates))
         encode = partial(inputs.encode_chat, options=options)
-        token_ids, num_left_out = encode_end(messages, encode, inputs.max_seq_len, body.max_output_tokens)
+        num_wanted = None if self._clamps_max_tokens else body.max_output_tokens
+        token_ids, num_left_out = encode_end(messages, encode, inputs.max_seq_len, num_wanted)
         warning = f"truncation: the first {num_left_out} messages did not fit and were left out"
         return _EncodedChat(token_ids, [warning] if num_left_out else [])
 

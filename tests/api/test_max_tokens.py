@@ -43,6 +43,16 @@ async def test_a_response_ends_where_the_room_does(clamping: Server) -> None:
     assert reply.usage.total_tokens == MAX_SEQ_LEN
 
 
+async def test_a_conversation_is_shortened_and_its_answer_ends_where_the_room_does(clamping: Server) -> None:
+    turns: Any = [{"role": "user", "content": "a" * (MAX_SEQ_LEN // 2)} for _ in range(3)]
+    async with client_of(clamping) as client:
+        reply = await client.responses.create(
+            model="bundled", input=turns, max_output_tokens=8192, truncation="auto", **ENDLESS
+        )
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == MAX_SEQ_LEN
+
+
 async def test_a_completion_of_each_prompt_ends_where_its_room_does(clamping: Server) -> None:
     async with client_of(clamping) as client:
         reply = await client.completions.create(model="bundled", prompt=[LONG, "a"], max_tokens=500, **ENDLESS)

@@ -102,7 +102,9 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     _check_sizes(config)
     # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
     config.standardize_rope_params()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim: int | None = getattr(config, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
     windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
     ropes = _read_ropes(family, config, head_dim)
     differences = {
@@ -172,9 +174,10 @@ def refuse_unreadable(raw: dict[str, Any]) -> None:
 
 
 def _check_sizes(config: Any) -> None:
-    for name in (*_SIZES, "max_position_embeddings"):
-        if getattr(config, name) < 1:
-            raise CheckpointError(f"{name} must be at least 1, not {getattr(config, name)}")
+    for name in (*_SIZES, "max_position_embeddings", "head_dim"):
+        size = getattr(config, name, None)
+        if size is not None and size < 1:
+            raise CheckpointError(f"{name} must be at least 1, not {size}")
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")

@@ -4,6 +4,7 @@ What the cache or a backend does not support is refused here, in a sentence that
 """
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +95,7 @@ def describe_decoder(
     model = _make_model(config, architecture)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if weights is not None:
-        _check_embedding(model, weights)
+        _check_shapes(model, weights)
         num_parameters += _untie(model, config, weights)
     try:
         calls = _record(model, config)
@@ -165,12 +166,16 @@ def _cannot_build(architecture: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"{architecture} cannot be built from it by transformers ({type(error).__name__}: {reason})")
 
 
-def _check_embedding(model: Any, weights: SafetensorsWeights) -> None:
-    """CheckpointError if the embedding has another shape in the files, whose other shapes transformers compares."""
-    embedding = model.get_input_embeddings().weight
+def _check_shapes(model: Any, weights: SafetensorsWeights) -> None:
+    """CheckpointError if a tensor of a parameter's name has another number of elements.
+
+    transformers compares all shapes, but only once it has allocated what the config claims. It may rename and transpose
+    tensors while it reads them.
+    """
     for name, parameter in model.named_parameters():
-        if parameter is embedding and name in weights.tensors and weights.tensors[name].shape != parameter.shape:
-            found, needed = list(weights.tensors[name].shape), list(parameter.shape)
+        stored = weights.tensors.get(name)
+        if stored is not None and math.prod(stored.shape) != parameter.numel():
+            found, needed = list(stored.shape), list(parameter.shape)
             raise CheckpointError(f"tensor {named(name)} has shape {found}; the model needs {needed}")
 
 

@@ -58,24 +58,23 @@ def load_model(
     parts = _match(model, reader)
     formats = _formats_of(model, reader, parts)
     if grouped := _size_in_groups(model, formats):
-        fate = (
-            "stay so, and are read when they are packed"
-            if keeps_groups
-            else f"become {dtype}: only the cpu backend multiplies them"
-        )
+        fate = "stay so" if keeps_groups else f"become {dtype}: only the cpu backend multiplies them"
         logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
+    num_late = grouped.num_bytes if grouped and keeps_groups else 0  # bytes
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats:
                 model.take(name, functools.partial(_read_groups, reader, stored))
             elif reads_late and model.is_product(name):
+                num_late += model.get_parameter(name).numel() * dtype.num_bytes
                 model.take(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
             else:
                 _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
     model.finalize(max_seq_len, num_positions)
-    _log("loaded %s: %s of weights for %s in %.2f s", checkpoint, model, dtype, start)
+    more = f"; {sized(num_late)} more are read when they are packed" if num_late else ""
+    _log("loaded %s: %s of weights for %s in %.2f s%s", checkpoint, model, dtype, start, more)
     return model
 
 
@@ -241,9 +240,16 @@ def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
         ) from error
 
 
-def _log(message: str, checkpoint: Checkpoint, model: "Decoder | AdaptedDecoder", dtype: DType, start: float) -> None:
+def _log(
+    message: str,
+    checkpoint: Checkpoint,
+    model: "Decoder | AdaptedDecoder",
+    dtype: DType,
+    start: float,
+    *others: str,
+) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    logger.info(message, checkpoint.path, sized(num_bytes), dtype, time.perf_counter() - start)
+    logger.info(message, checkpoint.path, sized(num_bytes), dtype, time.perf_counter() - start, *others)
 
 
 def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:

@@ -11,9 +11,10 @@ import torch
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization
 from chairlift.engine.core import EngineCore
-from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models import TorchForward, cpu, load_forward, load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder, load_library
+from chairlift.models.loader import count_parameters
 from tests.engine.support import resolved_config
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
@@ -120,6 +121,19 @@ def test_packed_matrices_are_read_one_by_one(tmp_path: Path, is_tied: bool, quan
     whole = CpuDecoder(load_model(checkpoint, DType.BFLOAT16, "cpu", 64), 64, quantization=quantization)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(CpuDecoder(model, 64, quantization=quantization).logits(hidden), whole.logits(hidden))
+
+
+def test_the_log_counts_what_is_read_late_beside_what_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.loader")
+    make_checkpoint(tmp_path, tie_word_embeddings=True, **HEADS)
+    checkpoint = open_checkpoint(str(tmp_path))
+    num_norms = (2 * checkpoint.config.num_layers + 1) * 64
+    num_others = count_parameters(checkpoint.config) - num_norms
+    load_model(checkpoint, DType.BFLOAT16, "cpu", 64, reads_late=True)
+    assert f": {sized(2 * num_norms)} of weights for bfloat16 in " in caplog.messages[-1]
+    assert caplog.messages[-1].endswith(f" s; {sized(2 * num_others)} more are read when they are packed")
 
 
 @needs_kernels

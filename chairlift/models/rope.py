@@ -118,7 +118,8 @@ def _check_frequencies(rope: RopeConfig, head_dim: int) -> None:
     if not (math.isfinite(factor) and bool(frequencies.isfinite().all())):
         raise CheckpointError("its rope gives angles that are no numbers")
     if rope.scaled_length > MAX_POSITIONS:
-        raise CheckpointError(f"its rope has room for {rope.scaled_length} positions, and {MAX_POSITIONS} are the most")
+        length = shown(rope.scaled_length)  # of a huge factor it has hundreds of digits
+        raise CheckpointError(f"its rope has room for {length} positions, and {MAX_POSITIONS} are the most")
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple[torch.Tensor, float]:

@@ -142,6 +142,7 @@ def test_odd_parameters_of_rope(made: dict[str, Path], tmp_path: Path, kind: str
         ),
         ({"rope_type": "yarn", **FACTORS["yarn"], "rope_theta": 1.0}, "its rope cannot be computed"),
         ({"rope_type": "yarn", **FACTORS["yarn"], "factor": 1e30}, "and 2147483647 are the most"),
+        ({"rope_type": "yarn", **FACTORS["yarn"], "factor": 1e300}, "... positions, and 2147483647 are the most"),
         (
             {"rope_type": "longrope", **FACTORS["longrope"], "long_factor": [1.0] * 7},
             "long_factor of its rope must have 8 numbers, not 7",

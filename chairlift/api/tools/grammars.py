@@ -112,7 +112,7 @@ class _Writing:
         lexeme = f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}"
         return "\n".join(
             (
-                f"start: TEXT | {'calls | ' if form.is_bare else ''}text_and_opening body",
+                f"start: TEXT | {f'(/{_SPACE}/) calls | ' if form.is_bare else ''}text_and_opening body",
                 lexeme if token is None else f"text_and_opening: TEXT? <[{token}]>",
                 " & ".join(["TEXT: /(?s:.*)/", *excluded]),
             )

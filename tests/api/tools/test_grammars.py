@@ -189,11 +189,11 @@ FREE_TEXTS: dict[ToolFamily, dict[tuple[Verdict, Verdict], list[str]]] = {
     LLAMA: {
         BOTH: [
             *("", " \n", "Text é {}", " Text", "<|python", LLAMA_CALL, call_text(LLAMA, "search", '{"not": ["q"]}')),
-            *(f"<|python_tag|>{LLAMA_CALL}", f"a\n<|python_tag|>{LLAMA_CALL}"),
+            *(f"<|python_tag|>{LLAMA_CALL}", f"a\n<|python_tag|>{LLAMA_CALL}", f"\n\n{LLAMA_CALL}"),
         ],
-        BEGUN: ["<|python_tag|>", "a <|python_tag|>", "{"],
+        BEGUN: ["<|python_tag|>", "a <|python_tag|>", "{", " {"],
         NEITHER: [
-            *("a <|python_tag|>print(1)", " {", "{x", '{"answer": 1}', f"{LLAMA_CALL}\n{LLAMA_CALL}"),
+            *("a <|python_tag|>print(1)", " {x", "{x", '{"answer": 1}', f"{LLAMA_CALL}\n{LLAMA_CALL}"),
             *(f"{LLAMA_CALL} Text", call_text(LLAMA, "weather", "{}")),
         ],
         (REFUSED, INCOMPLETE): [f"{LLAMA_CALL}; "],

@@ -83,13 +83,14 @@ class _Writing:
         self._again = "" if form.is_bare or self._lead else form.opening  # before each further call
 
     def rules(self, functions: Sequence[Arguments], is_parallel: bool) -> list[str]:
-        """Rules: `calls` is all of them; `body` lacks the opening; `call` is one of them."""
+        """Rules: `calls` is all of them; `body` lacks the opening; `after_lead` also the bracket; `call` is one."""
         assert functions
         more = f"({self._literals(self._between, self._again, then='call')})*" if is_parallel else '""'
         opening = "" if self._form.is_bare else self._form.opening
         lines = [
             f"calls: {self._literals(opening, then='body')}",
-            f"body: {self._literals(self._lead, then='call more_calls')} {self._literals(self._tail)}".rstrip(),
+            f"body: {self._literals(self._lead, then='after_lead')}",
+            f"after_lead: call more_calls {self._literals(self._tail)}".rstrip(),
             f"more_calls: {more}",
             "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
         ]
@@ -106,13 +107,16 @@ class _Writing:
         token = self._tokens.get(form.opening)
         spelled = "|".join(re.escape(mark).replace("/", r"\/") for mark in (form.opening, *form.other_openings))
         excluded = [] if token is None else [rf"~/(?s:.*)({spelled})(?s:.*)/"]
+        bare = ""
         if form.is_bare:
+            # One lexeme with the bracket, because text may go on with it, and lexers prefer long ones.
+            bare = rf"/{_SPACE}\[/ after_lead | " if self._lead else f"(/{_SPACE}/) calls | "
             begins = rf"\[{_SPACE}[A-Za-z0-9_.-]" if self._lead else r"\{"
             excluded.append(rf"~/{_SPACE}({begins}|{spelled})(?s:.*)/")
         lexeme = f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}"
         return "\n".join(
             (
-                f"start: TEXT | {f'(/{_SPACE}/) calls | ' if form.is_bare else ''}text_and_opening body",
+                f"start: TEXT | {bare}text_and_opening body",
                 lexeme if token is None else f"text_and_opening: TEXT? <[{token}]>",
                 " & ".join(["TEXT: /(?s:.*)/", *excluded]),
             )

@@ -210,6 +210,15 @@ def test_text_is_free_up_to_calls(family: ToolFamily, tokenizer: LLTokenizer) ->
     assert {text: (judge(one, text, tokenizer), judge(many, text, tokenizer)) for text in verdicts} == verdicts
 
 
+@TOKENIZERS
+@pytest.mark.parametrize("family", [LLAMA, ToolFamily.PYTHONIC])
+def test_whitespace_may_precede_calls_without_marks(family: ToolFamily, tokenizer: LLTokenizer) -> None:
+    text = "\n\n" + call_text(family, "weather_2", '{"n": -12}')
+    assert judge(free(family), text, tokenizer) is COMPLETE
+    assert calls_of(read_whole(family, text)) == [Call("weather_2", '{"n": -12}')]
+    assert judge(free(family), text.replace("-12", '"x"'), tokenizer) is REFUSED
+
+
 @FAMILIES
 @TOKENIZERS
 def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, tokenizer: LLTokenizer) -> None:

@@ -35,7 +35,7 @@ from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
-from chairlift.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest, RequestFailed
+from chairlift.errors import ChairliftError, ContextLengthExceeded, InvalidGrammar, InvalidRequest, RequestFailed
 from chairlift.params import GRAMMAR_LIMIT, RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -304,8 +304,7 @@ async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamRes
     except Exception as error:
         if not stream.is_open:
             raise
-        with suppress(ConnectionError):
-            await stream.send(*_last_events(job, error_reply(error), request))
+        await _send_failure(job, stream, error_reply(error), request)
     with suppress(ConnectionError):
         await stream.close()
     return stream.response
@@ -342,13 +341,21 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> None:
         await stream.send(*events, *closing)
 
 
-def _last_events(job: Job, error: ErrorReply, request: web.Request) -> list[str]:
-    """The end of a stream that failed. Never raises: after the status of a stream there cannot be another."""
-    try:
-        return job.reply.failure(error.status, error.detail)
-    except Exception as another:
-        logger.error("a stream could not tell of its failure in its own form", exc_info=another)
-        return [f"event: error\ndata: {error.body(request.path, request_id_of(request))}\n\n"]
+async def _send_failure(job: Job, stream: EventStream, error: ErrorReply, request: web.Request) -> None:
+    """Tells that a stream failed, briefly if that is not possible in its own form, which repeats much of the request.
+
+    Never raises: after the status of a stream there cannot be another.
+    """
+    with suppress(ConnectionError):
+        try:
+            await stream.send(*job.reply.failure(error.status, error.detail))
+        except ConnectionError:
+            raise
+        except Exception as another:
+            if not isinstance(another, ChairliftError):  # such as that too many bytes are not read
+                logger.error("a stream could not tell of its failure in its own form", exc_info=another)
+            brief = error.body(request.path, request_id_of(request))
+            await stream.send(f"event: error\ndata: {brief}\n\n")
 
 
 def _to_json(body: BaseModel) -> bytes:

@@ -1,6 +1,7 @@
 """Large replies that are not read: shared, limited, and at the cost of those who do not read them."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,8 +14,9 @@ from chairlift.api.errors import error_middleware
 from chairlift.api.http import Connection
 from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.api.replies import EventStream
-from tests.api.conftest import serving_app
-from tests.api.fault_support import RawClient, connect
+from chairlift.errors import ClientTooBusy
+from tests.api.conftest import Server, serving_app
+from tests.api.fault_support import RawClient, connect, post
 from tests.engine.async_support import wait_until
 
 MANY = 2**22  # more than a socket takes
@@ -146,3 +148,22 @@ async def test_a_reader_that_leaves_is_not_counted_any_more(transports: list[asy
             client.raw.reset()
         await wait_until(lambda: all(transport.is_closing() for transport in transports), "they have left")
         assert await (await ask("one", "own")).body() == "o" * MANY
+
+
+async def test_a_stream_whose_end_finds_no_room_says_so_briefly_and_has_one_head(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise ClientTooBusy("too many bytes")
+
+    monkeypatch.setattr(UnreadReplies, "send", refuse)
+    scored = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}  # its last event repeats all scores
+    body = {"input": "Tell me a story.", "max_output_tokens": 100, "ignore_eos": True, "stream": True, **scored}
+    async with await post(server, body, "/v1/responses") as client:
+        assert (await client.head()).startswith("HTTP/1.1 200 ")
+        *_, last = await client.rest()
+        kind, data = last.rstrip("\n").split("\n")
+        assert kind == "event: error"
+        assert json.loads(data.removeprefix("data: "))["error"]["code"] == "client_too_busy"
+        client.send(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await client.head()).startswith("HTTP/1.1 200 ")

@@ -167,7 +167,7 @@ class _Preparation:
             self._left_out[BOUNDS] = None
 
     def _is_exclusive(self, alternatives: object) -> bool:
-        """Whether it is certain that no value fits two of these schemas."""
+        """True if it is certain that no value fits two of these schemas."""
         if not isinstance(alternatives, list) or not all(isinstance(each, dict) for each in alternatives):
             return False
         self._num_comparisons += len(alternatives) * (len(alternatives) - 1) // 2
@@ -202,7 +202,7 @@ class _Shape:
         return cls(types, _listed(schema), tags, {str(each) for each in _list(schema.get("required"))})
 
     def excludes(self, other: "_Shape") -> bool:
-        """Whether it is certain that no value fits both: by type, by listed values, or by a property that tells them,
+        """True if it is certain that no value fits both: by type, by listed values, or by a property that tells them,
         because one of them requires it and its values differ.
         """
         if self.types and other.types and self.types.isdisjoint(other.types):
@@ -214,7 +214,7 @@ class _Shape:
 
 
 def _may_be_closed(schema: Schema) -> bool:
-    """Whether a schema names the properties of an object, and no other keyword needs further ones."""
+    """True if a schema names the properties of an object, and no other keyword needs further ones."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or not properties or _NEEDS_OTHER_KEYS & schema.keys():
         return False
@@ -223,7 +223,7 @@ def _may_be_closed(schema: Schema) -> bool:
 
 
 def _only_refers(schema: Schema) -> bool:
-    """Whether all that a schema says of a value's keys is in one reference, one union or a list of one schema."""
+    """True if all that a schema says of a value's keys is in one reference, one union or a list of one schema."""
     references = _SAME_VALUE & schema.keys()
     if len(references) != 1 or (_ABOUT_KEYS | {"enum", "const"}) & schema.keys():
         return False

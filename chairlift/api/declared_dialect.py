@@ -1,4 +1,4 @@
-"""How answers are read, and what can be asked for, if the served model's format is declared."""
+"""Reads answers, and refuses requests, where the served model's format is declared."""
 
 from collections.abc import Sequence
 

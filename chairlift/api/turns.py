@@ -1,4 +1,4 @@
-"""What is changed in a conversation before the chat template shows it to the model."""
+"""Changes a conversation before the chat template shows it to the model."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a fork leaves of an engine: in the child its threads, its helper processes and its other ranks are not there.
+"""Guards engines against forks: in the child the threads, helper processes and other ranks of an engine are not there.
 
 An engine that was made before a fork refuses to work in the child, and nothing in the child ends what is the parent's.
 A new engine can be made there, because OpenMP's threads are ended before a fork, and start again when they are needed.

@@ -5,7 +5,7 @@ handed over. Commands arrive in the inbox, which the thread empties between two 
 per reader, which is woken once until it takes the update: a slow reader gets the news of several steps at once. The
 rows of a reader that lags far behind are paused until it has caught up; if all readers lag, the thread takes no step.
 
-A reader is an event loop: the one in the same process (`LocalEngine`), or those of other processes (`process.py`).
+A reader is an event loop: the one in the same process (`LocalEngine`), or those of other processes (`process/`).
 """
 
 import asyncio

@@ -56,7 +56,7 @@ def _count_layers(names: Iterable[str]) -> int:
 
 
 def has_own_head(weights: SafetensorsWeights | CompressedWeights, embedding: str, head: str) -> bool:
-    """Whether the files have a head that differs from the embedding, to which the config ties it.
+    """True if the files have a head that differs from the embedding, to which the config ties it.
 
     Merges of adapters leave such checkpoints. As in transformers, the tensors count more than the config.
     """

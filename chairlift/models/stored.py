@@ -81,7 +81,7 @@ class SafetensorsWeights:
         return tensor
 
     def are_equal(self, first: str, second: str) -> bool:
-        """Whether both tensors have the same dtype, shape and bits. Reads some rows of each at a time."""
+        """True if both tensors have the same dtype, shape and bits. Reads some rows of each at a time."""
         if self.tensors[first] != self.tensors[second] or not self.tensors[first].shape:
             return False
         num_rows = self.tensors[first].shape[0]

@@ -102,7 +102,7 @@ class Qwen3Coder(CallFormat):
         return text.is_whole
 
     def _is_at_end_of_value(self, text: Text, known: Collection[str]) -> Reading[bool]:
-        """Whether a mark that comes next ends a value, and is not part of it: models forget the right one."""
+        """True if a mark that comes next ends a value, and is not part of it: models forget the right one."""
         position = text.position
         if (yield from text.accept_one_of(("</parameter>", self.closing))):
             is_end = True
@@ -198,7 +198,7 @@ def _read_literal(text: Text) -> Reading[None]:
 
 
 def is_text(schema: object) -> bool:
-    """Whether a value of this schema is text, which is written without quotes."""
+    """True if a value of this schema is text, which is written without quotes."""
     if not isinstance(schema, dict):
         return False
     values = schema.get("enum")

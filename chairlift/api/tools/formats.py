@@ -1,4 +1,4 @@
-"""What all formats of calls have in common: marks around calls, and text before, between and after them.
+"""Reads what all formats of calls have in common: marks around calls, and text before, between and after them.
 
 Content is passed on verbatim, except whitespace before a call that needs its marks, and whitespace between calls.
 """
@@ -31,7 +31,7 @@ class CallFormat(ABC):
 
     @property
     def is_bare(self) -> bool:
-        """Whether a call needs no opening mark where an answer begins and after another call."""
+        """True if a call needs no opening mark where an answer begins and after another call."""
         return bool(self.bare_opening)
 
     @property
@@ -101,7 +101,7 @@ class CallFormat(ABC):
         return True
 
     def _is_known_call(self, text: Text, schemas: Schemas) -> Reading[bool]:
-        """Whether a call of a known function comes next, without marks and in the middle of an answer."""
+        """True if a call of a known function comes next, without marks and in the middle of an answer."""
         position = text.position
         name = yield from self.read_head(text)
         text.back_to(position)

@@ -25,7 +25,7 @@ class FunctionSpec:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether every call is made to fit, also where no call is forced."""
+        """True if every call is made to fit, also where no call is forced."""
         return bool(self.strict) or self.input_pattern is not None
 
     @property

@@ -249,7 +249,7 @@ class JsonMender:
                 self._write(_quoted(text.take())[1:-1])
 
     def _is_end_of_value(self) -> Reading[bool]:
-        """Whether the quote that comes next ends a value, because of what follows it."""
+        """True if the quote that comes next ends a value, because of what follows it."""
         text = self._text
         text.advance()
         char = text.glance() or (yield from self._next_character())

@@ -1,4 +1,4 @@
-"""What a request contains and the model does not read, and how its client is told.
+"""Leaves out what a request contains and the model does not read, and tells its client.
 
 The model reads text only. A client cannot take back what a tool returned, and would send it with every later request,
 so a note stands in place of images and other attachments there. In what a user says they are refused.

@@ -149,7 +149,7 @@ def role_of(message: Any) -> Any:
 
 
 def is_of_assistant(message: Any) -> bool:
-    """Whether the assistant said it; `message`: see `role_of`."""
+    """True if the assistant said it; `message`: see `role_of`."""
     return bool(role_of(message) == "assistant")
 
 

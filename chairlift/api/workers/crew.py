@@ -98,7 +98,7 @@ class _Worker:
 
     @property
     def lasted(self) -> bool:
-        """Whether another one in its place is likely to last as well. To find one silent takes a while, too."""
+        """True if another one in its place is likely to last as well. To find one silent takes a while, too."""
         return self.is_ready.is_set() and (self.was_silent or time.monotonic() - self._begin >= Restarts.LASTING_S)
 
     async def read_counts(self) -> Counts:

@@ -115,7 +115,7 @@ class PackedUpdate:
 
 
 def _is_plain(event: TokenEvent) -> bool:
-    """Whether it has only tokens, and is neither a sequence's beginning nor its end."""
+    """True if it has only tokens, and is neither a sequence's beginning nor its end."""
     if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
         return False
     return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)

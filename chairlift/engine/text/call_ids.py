@@ -10,7 +10,7 @@ _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def needs_short_ids(template: str) -> bool:
-    """Whether a chat template (Jinja source) refuses ids of another length."""
+    """True if a chat template (Jinja source) refuses ids of another length."""
     return _NEEDS_SHORT.search(template) is not None
 
 

@@ -70,7 +70,7 @@ def find_content_forms(render: Render, default: ContentForms = NO_PARTS) -> Cont
 
 
 def _is_shown(render: Render, roles: Sequence[str], probed: str, in_parts: set[str]) -> bool | None:
-    """Whether the template shows what the probed role says; None if it refuses the conversation."""
+    """True if the template shows what the probed role says; None if it refuses the conversation."""
     said = f"This is what the {probed} says."
     messages: list[dict[str, Any]] = []
     for role in roles:

@@ -1,4 +1,4 @@
-"""How a checkpoint's answers are sampled, as its own files specify it."""
+"""Reads how a checkpoint's answers are sampled, as its own files specify it."""
 
 from pathlib import Path
 from typing import Any, Self

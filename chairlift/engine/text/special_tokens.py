@@ -17,7 +17,7 @@ class SpecialTokens:
         self._max_beginning = max(map(len, self._beginnings), default=0)
 
     def are_in(self, text: str) -> bool:
-        """Whether the text contains a special token, or ends with what may be the beginning of one."""
+        """True if the text contains a special token, or ends with what may be the beginning of one."""
         return self._anywhere.search(text) is not None or self._ends_open(text.rstrip())
 
     def split(self, text: str) -> list[str]:

@@ -173,7 +173,7 @@ class Tokenizer:
         return [part if (token_id := self._special_ids.get(part)) is None else token_id for part in parts]
 
     def is_text(self, token_id: int) -> bool:
-        """Whether the token stands for ordinary text; tokens that were added to the vocabulary often end or mark it."""
+        """True if the token stands for ordinary text; tokens that were added to the vocabulary often end or mark it."""
         return self.is_written(token_id) and token_id not in self._added_ids
 
     def encode_chat(

@@ -63,12 +63,12 @@ class GGUFFile:
 
 
 def is_gguf_name(path: Path) -> bool:
-    """Whether a file of that name would be a GGUF file."""
+    """True if a file of that name would be a GGUF file."""
     return path.suffix.lower() == _SUFFIX
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file: by its name, or else by its first bytes."""
+    """True if it is a GGUF file: by its name, or else by its first bytes."""
     if not path.is_file() or is_gguf_name(path):
         return path.is_file()
     try:

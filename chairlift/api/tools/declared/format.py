@@ -29,22 +29,22 @@ class Declared:
 
     @property
     def is_bare(self) -> bool:
-        """Whether calls need no marks: a template declares some."""
+        """True if calls need no marks: a template declares some."""
         return False
 
     @property
     def has_types(self) -> bool:
-        """Whether arguments show their types without the tools' schemas."""
+        """True if arguments show their types without the tools' schemas."""
         return not any(region.field.content in _UNTYPED for region in self._regions.of(Purpose.CALLS))
 
     @property
     def has_calls(self) -> bool:
-        """Whether the template declares calls."""
+        """True if the template declares calls."""
         return bool(self._regions.of(Purpose.CALLS))
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether the template declares thoughts."""
+        """True if the template declares thoughts."""
         return bool(self._regions.of(Purpose.THOUGHTS))
 
     @property
@@ -58,12 +58,12 @@ class Declared:
 
     @property
     def is_steady(self) -> bool:
-        """Whether answers can be read before they are complete; see `anchors`."""
+        """True if answers can be read before they are complete; see `anchors`."""
         return self._regions.is_steady
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content."""
+        """True if all text is content."""
         return not any(self._regions.anchors_in(None))
 
     @property
@@ -103,7 +103,7 @@ class Declared:
             yield from text.pass_on_up_to((), out.content)
 
     def reads(self, answer: str, name: str, arguments: str) -> bool:
-        """Whether this is an answer that calls this function with these arguments, and nothing else."""
+        """True if this is an answer that calls this function with these arguments, and nothing else."""
         text, out = Text(), PieceBuffer(None)
         text.feed(answer, True)
         next(self.read(text, out, {}), None)

@@ -40,7 +40,7 @@ class Region:
 
     @property
     def has_objects(self) -> bool:
-        """Whether the region's text is JSON objects with name and arguments: a list of them or a single one."""
+        """True if the region's text is JSON objects with name and arguments: a list of them or a single one."""
         transform = self.field.transform
         if not self._is_plain_json or not isinstance(transform, dict):
             return False
@@ -84,7 +84,7 @@ class Regions:
 
     @property
     def is_steady(self) -> bool:
-        """Whether all marks can be found before the answer is complete; see `anchors`."""
+        """True if all marks can be found before the answer is complete; see `anchors`."""
         patterns = [pattern for region in self.all for pattern in (region.open, region.close)]
         return all(pattern is None or pattern.is_steady for pattern in patterns)
 

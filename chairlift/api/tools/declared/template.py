@@ -59,12 +59,12 @@ class TemplateField(BaseModel):
 
     @property
     def is_implicit(self) -> bool:
-        """Whether all text outside of other regions belongs to it."""
+        """True if all text outside of other regions belongs to it."""
         return self.open is None and self.open_pattern is None
 
     @property
     def strips(self) -> bool:
-        """Whether whitespace around its text is dropped."""
+        """True if whitespace around its text is dropped."""
         return self.content_args.get("strip", True) is not False
 
     def spellings(self) -> list[str]:

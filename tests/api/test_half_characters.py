@@ -71,6 +71,8 @@ async def test_errors_tell_of_them_as_well(server: Server) -> None:
     assert (status, reply["error"]["message"]) == ("404", "there is no model '\ufffd' here, only 'bundled'")
     status, reply = await send(server, CHAT, rb'{"messages": [], "\ud83d": 1}')
     assert (status, reply["error"]["message"]) == ("400", "unknown or unsupported field: \ufffd")
+    status, reply = await send(server, COMPLETIONS, rb'{"user": "\ud83d", "max_tokens": 1, "prompt": "\ud8" x"}')
+    assert (status, reply["error"]["message"][:20]) == ("400", "the body is not JSON")
     status, reply = await send(server, CHAT, rb'{"messages": "\ud83')
     assert (status, reply["error"]["message"][:20]) == ("400", "the body is not JSON")
 

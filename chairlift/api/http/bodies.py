@@ -143,7 +143,9 @@ _LARGE_BODY_BYTES = 2**16
 _PIECE_BYTES = 2**16
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _COSTS = {b",": 1, b"[": 4, b":": 8, b"{": 4}  # the cost of checking a value, a list, a name, an object
-_SURROGATES = re.compile(rb"(?P<pair>\\u[Dd][89ABab]..\\u[Dd][C-Fc-f]..)|\\u[Dd][89A-Fa-f]..")
+_SURROGATES = re.compile(
+    rb"(?P<pair>\\u[Dd][89ABab][0-9A-Fa-f]{2}\\u[Dd][C-Fc-f][0-9A-Fa-f]{2})|\\u[Dd][89A-Fa-f][0-9A-Fa-f]{2}"
+)
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 _Body = TypeVar("_Body", bound=BaseModel)

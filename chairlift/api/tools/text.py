@@ -140,11 +140,6 @@ class Text:
         self._start = self._at
         return taken
 
-    def take_all(self) -> str:
-        """Takes all that there is, whether or not it was read."""
-        self._at = len(self._text)
-        return self.take()
-
     def advance(self, num_characters: int = 1) -> None:
         """Reads what `peek` or `ahead` has seen; nothing at the end of the answer."""
         self._at = min(self._at + num_characters, len(self._text))

@@ -77,7 +77,7 @@ def client_of_each(process: Process, **headers: str) -> Iterator[list[httpx.Clie
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < deadline, f"not so in time: {what}"
         time.sleep(0.01)

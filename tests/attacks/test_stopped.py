@@ -5,8 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
@@ -30,9 +29,9 @@ from tests.support.server_process import SERVE, Process, running
 pytestmark = pytest.mark.slow
 
 SLOW_WORKERS = SLOW + SERVE_WITH_WORKERS
-WATCHED = (*TWO, *FLAGS, "--worker-timeout", "2")
+WATCHED = (*TWO, *FLAGS, "--worker-timeout", "5")  # longer than a busy machine keeps one that is well from answering
 PATIENT = (*TWO, *FLAGS, "--worker-timeout", "600")  # the watch finds nothing
-MOST_S = 60.0  # a wait without limit is longer than that on any machine
+MOST_S = 120.0  # a wait without limit is longer than that on any machine
 
 
 @contextmanager
@@ -54,25 +53,18 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def within(limit_s: float, is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so in time: {what}"
-        time.sleep(0.02)
-
-
 def test_a_stopped_worker_is_killed_and_replaced_and_frees_its_slots() -> None:
     with running(SLOW_WORKERS, *WATCHED) as process, client_of_each(process) as (doomed, safe):
         pid = worker_of(doomed.get("/health"), process)
         with begun(doomed, {**LONGEST, "n": 4}), stopped(pid):
-            within(MOST_S, lambda: is_gone(pid), "it is killed")
+            until(lambda: is_gone(pid), "it is killed")
             reply = safe.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})  # in one of its slots
             assert reply.status_code == 200
-            within(MOST_S, lambda: len(workers_of(process) - {pid}) == 2, "there is another one")
+            until(lambda: len(workers_of(process) - {pid}) == 2, "there is another one")
         assert metrics_of(safe)["chairlift_requests_running"] == 0
-        process.until_logged("did not answer for 2 s; it is killed")
+        process.until_logged("did not answer for 5 s; it is killed")
         process.popen.terminate()
-        assert process.exit_code() == 0
+        assert process.popen.wait(MOST_S) == 0
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -85,7 +77,7 @@ def test_a_stopped_worker_does_not_keep_the_server_from_leaving(num_signals: int
                 process.popen.terminate()
                 process.until_logged("shutting down")  # says the other worker
             assert process.popen.wait(MOST_S) == 3
-            within(MOST_S, lambda: is_gone(pid), "it is killed")
+            until(lambda: is_gone(pid), "it is killed")
 
 
 def test_a_dead_engine_does_not_wait_for_a_stopped_worker() -> None:
@@ -105,18 +97,18 @@ def test_a_killed_server_leaves_no_stopped_worker_behind() -> None:
         with stopped(min(pids)):
             process.popen.kill()
             process.popen.wait()
-            within(MOST_S, lambda: all(map(is_gone, pids)), "all workers are gone")
+            until(lambda: all(map(is_gone, pids)), "all workers are gone")
 
 
 def test_health_tells_that_the_engines_process_is_stopped_until_it_goes_on() -> None:
     with running(SLOW_WORKERS, *WATCHED) as process, client_of_each(process) as (here, there):
         with stopped(process.popen.pid):
             for client in (here, there):
-                within(MOST_S, lambda: client.get("/health").status_code == 503, "it is said")  # noqa: B023
+                until(lambda: client.get("/health").status_code == 503, "it is said")  # noqa: B023
             assert here.get("/health").json()["error"]["message"] == "the engine does not respond"
             assert "chairlift_engine_up 0.0" in here.get("/metrics").text
         for client in (here, there):
-            within(MOST_S, lambda: client.get("/health").status_code == 200, "it serves again")  # noqa: B023
+            until(lambda: client.get("/health").status_code == 200, "it serves again")  # noqa: B023
         assert here.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
         assert len(workers_of(process)) == 2  # none was killed for what the engine's process has slept
 
@@ -130,20 +122,20 @@ def test_a_stopped_rank_ends_the_server_and_is_ended_with_it() -> None:
             answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
             assert answer.json()["error"]["code"] == "engine_dead"
             assert process.popen.wait(MOST_S) == 1
-            within(MOST_S, lambda: is_gone(rank.pid), "it is killed")
+            until(lambda: is_gone(rank.pid), "it is killed")
 
 
 def test_a_stopped_nursery_is_replaced() -> None:
-    with running(SLOW + SERVE, *WATCHED) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+    with running(SLOW + SERVE, *WATCHED) as process, httpx.Client(base_url=process.url, timeout=MOST_S) as client:
         (nursery,) = psutil.Process(process.popen.pid).children()
         with stopped(nursery.pid):
             os.kill(min(workers_of(process)), signal.SIGKILL)
-            within(MOST_S, lambda: is_gone(nursery.pid), "it is killed")
+            until(lambda: is_gone(nursery.pid), "it is killed")
             process.until_logged("an API worker cannot be started: the process that starts them did not answer")
-            within(MOST_S, lambda: len(workers_of(process)) == 1, "another nursery has started a worker")
+            until(lambda: len(workers_of(process)) == 1, "another nursery has started a worker")
         assert client.get("/health").status_code == 200
         process.popen.terminate()
-        assert process.exit_code() == 0
+        assert process.popen.wait(MOST_S) == 0
 
 
 _READER = """
@@ -161,14 +153,14 @@ while connection.recv(1):
 
 
 def test_a_stopped_client_is_cut_off() -> None:
-    with running(SERVE, "--client-timeout", "2", "--idle-timeout", "600") as process, ExitStack() as stack:
+    with running(SERVE, "--client-timeout", "5", "--idle-timeout", "600") as process, ExitStack() as stack:
         command = [sys.executable, "-c", _READER, str(process.port)]
         client = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
         stack.callback(client.kill)
         assert client.stdout is not None
         assert client.stdout.readline() == b"HTTP/1.1 200\n"
         with stopped(client.pid):
-            within(MOST_S, lambda: _num_connections(process) == 0, "the connection has been closed")
+            until(lambda: _num_connections(process) == 0, "the connection has been closed")
 
 
 def _num_connections(process: Process) -> int:

@@ -15,7 +15,7 @@ from chairlift.engine.thread import LocalEngine, Port
 from chairlift.params import RequestOutput
 from tests.engine.support import ENGINE
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NUM_SLOTS = 2
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from chairlift.engine.process.peer import Peer
 from chairlift.engine.thread import Update
 from chairlift.params import FinishReason, Logprob, RequestTimes
 from chairlift.scheduler import Request, TokenEvent
-from tests.engine.async_support import last, make_async_llm, wait_until, wait_until_idle
+from tests.engine.async_support import DEADLINE_S, last, make_async_llm, wait_until, wait_until_idle
 from tests.engine.support import GREEDY
 
 BEGIN = TokenEvent("a", [5], None, times=RequestTimes(1.0, 2.0, 3.0), num_prompt_tokens=7)
@@ -73,7 +73,7 @@ async def test_news_that_cannot_be_sent_end_the_connection_and_its_requests(
         line = Line(engine, {})
         async with connected(line) as worker:
             worker.post(NumberedAdd([await request_of(engine)], {}))  # no number stands for its sequence
-            await asyncio.wait_for(worker.lost.wait(), 20.0)
+            await asyncio.wait_for(worker.lost.wait(), DEADLINE_S)
         assert (await last(engine.generate("hi", GREEDY))).finished
         await wait_until_idle(engine)
     assert caplog.records[-1].getMessage() == "a connection between the server's processes failed"
@@ -87,7 +87,7 @@ async def test_a_message_that_cannot_be_executed_ends_the_connection(
         async with connected(line) as worker:
             request = replace(await request_of(engine), new_grammar=EnginesGrammar(7))
             worker.post(NumberedAdd([request], {request.request_id: 1}))
-            await asyncio.wait_for(worker.lost.wait(), 20.0)
+            await asyncio.wait_for(worker.lost.wait(), DEADLINE_S)
     assert caplog.records[-1].getMessage() == "a connection between the server's processes failed"
 
 
@@ -96,11 +96,11 @@ async def test_an_end_that_answers_no_ping_is_silent_until_it_does() -> None:
     line = Peer({"ping": answers.wait})
     async with connected(line) as other:
         watching = asyncio.create_task(other.watch(0.2))
-        await asyncio.wait_for(other.silent.wait(), 20.0)
+        await asyncio.wait_for(other.silent.wait(), DEADLINE_S)
         answers.set()
         await wait_until(lambda: not other.silent.is_set(), "it answers")
         assert not watching.done()
-    await asyncio.wait_for(watching, 20.0)
+    await asyncio.wait_for(watching, DEADLINE_S)
 
 
 def test_news_arrive_in_their_order_and_those_that_say_no_more_than_tokens_travel_in_columns() -> None:

@@ -16,7 +16,7 @@ from tests.models.support import read_config, refusal, write_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, write_model
 
-LIMIT_S = 10.0  # of a refusal, on a machine that others use as well; without bounds it takes minutes, or never ends
+LIMIT_S = 10.0  # of this thread's processor time, for a refusal; without bounds it takes minutes, or never ends
 HUGE = (200_000, 2**31, 2**62, 2**63, 10**30)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 NO_NUMBERS: tuple[Any, ...] = (-1, 0, math.nan, math.inf, -math.inf, "many", [1], {}, True, None, 10**400)
@@ -56,10 +56,10 @@ def refused(source: Path, directory: Path, changes: dict[str, Any]) -> str:
     fields = read_config(source)
     (directory / "config.json").unlink()
     write_config(directory, fields, changes)
-    begin = time.monotonic()
+    begin = time.thread_time()
     with pytest.raises(ConfigurationError) as caught:
         start(str(directory))
-    assert time.monotonic() - begin < LIMIT_S
+    assert time.thread_time() - begin < LIMIT_S
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -123,9 +123,9 @@ def test_odd_parameters_of_rope(made: dict[str, Path], tmp_path: Path, kind: str
         write_config(
             directory, read_config(made["llama"]), rope_parameters={"rope_type": kind, **FACTORS[kind], name: value}
         )
-        begin = time.monotonic()
+        begin = time.thread_time()
         refusal(directory, open_checkpoint)
-        assert time.monotonic() - begin < LIMIT_S
+        assert time.thread_time() - begin < LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_a_gguf_files_layers_are_counted(tmp_path: Path, count: int) -> None:
     name = b"llama.block_count"
     place = content.index(name) + len(name) + 4
     (tmp_path / "model.gguf").write_bytes(content[:place] + count.to_bytes(4, "little") + content[place + 4 :])
-    begin = time.monotonic()
+    begin = time.thread_time()
     message = refusal(path, open_checkpoint)
-    assert time.monotonic() - begin < LIMIT_S
+    assert time.thread_time() - begin < LIMIT_S
     assert "3 layers, and its metadata say" in message or "block_count must be a number from 1" in message
 
 

@@ -33,7 +33,7 @@ class Process:
 
     def until_logged(self, words: str, num_lines: int = 1) -> None:
         """Waits for so many lines with these words."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while sum(words in line for line in self.log) < num_lines:
             assert time.monotonic() < deadline, f"not logged: {words}"
             time.sleep(0.01)

@@ -21,6 +21,7 @@ GET = HEADERS + b"\r\n"
 OK = "HTTP/1.1 200 OK\r\n"
 POST_HEADERS = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
 POST = POST_HEADERS + b"Content-Length: %d\r\n\r\n"
+LEISURE = 3.0  # for reading a flood in the process that writes it
 FLOOD = 32 * 2**20  # more than sockets buffer
 READER = BodyReader(max_bytes=100, timeout_s=SHORT)
 
@@ -174,10 +175,10 @@ async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() ->
 
 
 async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on() -> None:
-    async with listening(client_timeout=PATIENT) as url, await connect(url) as client:
+    async with listening(client_timeout=LEISURE) as url, await connect(url) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
         await asyncio.sleep(SHORT)
         assert len((await client.answer())[1]) == FLOOD
-        await asyncio.sleep(PATIENT + SHORT)
+        await asyncio.sleep(LEISURE + SHORT)
         client.send(GET)
         assert (await client.answer())[0].startswith(OK)

@@ -290,7 +290,7 @@ _WRONG_FIELDS: list[dict[str, Any]] = [
 ]  # the error must name the last one
 _WRONG_PROMPTS: list[Any] = ["", [], [[]], ["a", ""], [1, "a"], [99_999], [-1], 3, None, {}, [65] * 600, "a" * 9000]
 _WRONG_MESSAGES = [[], [{"role": "user"}], [{"role": "god", "content": "a"}], "hello", user("a" * 2000)]
-_NO_JSON = [b"", b"{", b'{"prompt": "a"', b"\xff\xfe", b"null", b"[]", b"[" * 50_000, b'{"prompt": "\\ud800"}']
+_NO_JSON = [b"", b"{", b'{"prompt": "a"', b"\xff\xfe", b"null", b"[]", b"[" * 50_000, b'{"prompt": "\\ud8"}']
 BAD: dict[str, list[Case]] = {
     "wrong field": [  # a streaming request is refused as a whole one is: with a status
         bad(path, {**prompt, **fields, **stream}, list(fields)[-1])

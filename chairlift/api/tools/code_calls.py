@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
-from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, whole_characters
+from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, quoted
 
 _ENDS_OF_VALUES = ("</parameter>", "</function>", "</tool_call>", "<parameter=")
 _IN_TAG = re.compile(r"[^<>\n]*")
@@ -152,7 +152,7 @@ class Pythonic(CallFormat):
                 out.arguments(raw)
                 out.end_call()
                 return True
-            out.arguments(_quoted(raw) if value is None else value)
+            out.arguments(quoted(raw) if value is None else value)
             num_read += 1
             yield from text.accept(",")
             is_closed = yield from text.accept(")")
@@ -166,7 +166,7 @@ def _begin_argument(text: Text, out: PieceBuffer, name: str, key: str, num_read:
     text.take()
     if num_read == 0:
         out.begin_call(name)
-    out.arguments(("{" if num_read == 0 else ", ") + _quoted(key) + ": ")
+    out.arguments(("{" if num_read == 0 else ", ") + quoted(key) + ": ")
 
 
 def _end_call(text: Text, out: PieceBuffer, name: str, num_read: int, is_closed: bool) -> None:
@@ -210,11 +210,11 @@ def _value_text(raw: str, schema: object) -> str:
     """JSON of a value that need not be text; what is not a literal, or not of an allowed type, becomes text."""
     written, allowed = json_of_literal(raw), _types_of(schema)
     if written is None:
-        return _quoted(raw)
+        return quoted(raw)
     value = json.loads(written)
     kind = "null" if value is None else _JSON_TYPES[type(value)]
     may_be = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
-    return _quoted(raw) if "string" in allowed and not may_be else written
+    return quoted(raw) if "string" in allowed and not may_be else written
 
 
 def _types_of(schema: object) -> set[str]:
@@ -228,9 +228,5 @@ def _types_of(schema: object) -> set[str]:
     return found
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(whole_characters(text), ensure_ascii=False)
-
-
 def _escaped(text: str) -> str:
-    return _quoted(text)[1:-1]
+    return quoted(text)[1:-1]

@@ -7,14 +7,13 @@ Valid JSON passes unchanged. In any other text
 - missing commas, colons, values and brackets are added, and superfluous ones are left out.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from chairlift.api.tools.text import WHITESPACE, Reading, Text, parsed, whole_characters
+from chairlift.api.tools.text import WHITESPACE, Reading, Text, parsed, quoted, whole_characters
 
 _PLAIN = re.compile("[^\"'\\\\\\x00-\\x1f\ud800-\udfff]*")  # in strings
 _ESCAPE = re.compile(r'\\["\\/bfnrt]|(\\u[0-9A-Fa-f]{4})+')
@@ -220,7 +219,7 @@ class JsonMender:
         word = raw.rstrip(WHITESPACE)
         as_value = "" if is_key else _PYTHONS.get(word, word)
         is_ready = self._is_cut or _SCALAR.fullmatch(as_value)
-        self._write(raw if self._is_cut else as_value if is_ready else _quoted(word))
+        self._write(raw if self._is_cut else as_value if is_ready else quoted(word))
         self._write("" if self._is_cut else raw[len(word) :])
 
     def _read_string(self, quote: str, is_key: bool) -> Reading[None]:
@@ -246,7 +245,7 @@ class JsonMender:
                 yield from self._read_escape()
             else:
                 text.advance()
-                self._write(_quoted(text.take())[1:-1])
+                self._write(quoted(text.take())[1:-1])
 
     def _is_end_of_value(self) -> Reading[bool]:
         """True if the quote that comes next ends a value, because of what follows it."""
@@ -316,7 +315,3 @@ def _value_of(written: object) -> object:
     if value is None and text[0] in '{["':
         value = parsed(mended(written))
     return whole_characters(written) if value is None else value
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(whole_characters(text), ensure_ascii=False)

@@ -330,3 +330,8 @@ def is_sendable(text: object) -> bool:
 def whole_characters(text: str) -> str:
     """The text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot encode."""
     return text if is_sendable(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def quoted(text: str) -> str:
+    """The text as a JSON string, which UTF-8 can encode."""
+    return json.dumps(whole_characters(text), ensure_ascii=False)

@@ -96,11 +96,49 @@ class Found(Generic[_Whose]):
     drops_space: bool
 
 
+class Searches:
+    """What patterns have found in the text that is being read.
+
+    A text is looked at anew behind each mark, for all patterns. Without this, one that occurs nowhere would be searched
+    for up to the end of the text each time.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._matches: dict[Pattern, tuple[int, regex.Match[str] | None]] = {}  # and from where on it is the first
+        self._holds: dict[Pattern, tuple[int, int]] = {}  # likewise
+
+    def search(self, pattern: Pattern, text: str, at: int) -> "regex.Match[str] | None":
+        """See `Pattern.search`."""
+        self._turn_to(text)
+        begin, match = self._matches.get(pattern, (len(text) + 1, None))
+        if begin > at or (match is not None and match.start() < at) or not pattern.is_steady:
+            match = pattern.search(text, at)
+            self._matches[pattern] = at, match
+        return match
+
+    def hold(self, pattern: Pattern, text: str, at: int) -> int:
+        """See `Pattern.hold`."""
+        self._turn_to(text)
+        begin, position = self._holds.get(pattern, (len(text) + 1, 0))
+        if begin > at or position < at or not pattern.is_steady:
+            position = pattern.hold(text, at)
+            self._holds[pattern] = at, position
+        return position
+
+    def _turn_to(self, text: str) -> None:
+        if text is not self._text:
+            self._text = text
+            self._matches.clear()
+            self._holds.clear()
+
+
 class Anchors(Generic[_Whose]):
     """The marks of which any may come next."""
 
-    def __init__(self, anchors: Sequence[Anchor[_Whose]]) -> None:
+    def __init__(self, anchors: Sequence[Anchor[_Whose]], searches: Searches) -> None:
         self._anchors = anchors
+        self._searches = searches
         firsts = [anchor.pattern.first_characters for anchor in anchors]
         known = "".join(first for first in firsts if first is not None)
         # Most text has no character with which a mark begins.
@@ -116,12 +154,12 @@ class Anchors(Generic[_Whose]):
             at = begin.start()
         best: tuple[tuple[int, int], Anchor[_Whose], regex.Match[str]] | None = None
         for anchor in self._anchors:
-            match = anchor.pattern.search(text, at)
+            match = self._searches.search(anchor.pattern, text, at)
             if match is not None and (match.end() > match.start() or anchor.may_be_empty):
                 rank = (match.start(), -match.end())
                 best = (rank, anchor, match) if best is None or rank < best[0] else best
             if not is_over:
-                hold = min(hold, anchor.pattern.hold(text, at))
+                hold = min(hold, self._searches.hold(anchor.pattern, text, at))
         if best is None or (best[2].start() >= hold and not is_over):
             return Sighting(hold)
         _, anchor, match = best

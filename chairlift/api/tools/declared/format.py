@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from chairlift.api.tools.declared.anchors import Anchors
+from chairlift.api.tools.declared.anchors import Anchors, Searches
 from chairlift.api.tools.declared.reader import AnswerRun
 from chairlift.api.tools.declared.regions import FoundMark, Opening, Region, Regions, pattern_of
 from chairlift.api.tools.declared.template import ContentParser, Purpose, ResponseTemplate
@@ -123,9 +123,10 @@ class Declared:
     def _open_at_end(self, prompt: str, at: int) -> FoundMark | None:
         """The mark of the region that is open at the end of the prompt, whose text from `at` on is the answer's."""
         begun: FoundMark | None = None
+        searches = Searches()
         while True:
             anchors = self._regions.anchors_in(None if begun is None else begun.meaning.region)
-            seen = Anchors(anchors).look(prompt, at, True)
+            seen = Anchors(anchors, searches).look(prompt, at, True)
             if seen.found is None:
                 return begun
             begun = seen.found if isinstance(seen.found.meaning, Opening) else None

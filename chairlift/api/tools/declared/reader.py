@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from chairlift.api.tools.code_calls import Pythonic
-from chairlift.api.tools.declared.anchors import Anchor, Anchors
+from chairlift.api.tools.declared.anchors import Anchor, Anchors, Searches
 from chairlift.api.tools.declared.regions import Closing, FoundMark, Opening, Region, Regions
 from chairlift.api.tools.declared.template import ContentParser, Purpose, TemplateField
 from chairlift.api.tools.declared.values import calls_in
@@ -19,6 +19,7 @@ from chairlift.api.tools.text import PieceBuffer, Reading, Text, is_sendable
 
 _EXCESS = re.compile(r"[\s}\])]*")
 _BETWEEN_OBJECTS = re.compile(r"[ \t\n\r},]*")
+_MAX_OPEN_ENDS = 8  # lists of calls in which an object has no end; each is read up to the end of the answer
 
 
 class AnswerRun:
@@ -29,6 +30,8 @@ class AnswerRun:
         self._text = text
         self._out = out
         self._schemas = schemas
+        self._searches = Searches()
+        self._num_open_ends = 0
         self._unclosed: Region | None = None  # whose calls were read, but not the mark that ends it
         self._sinks = {Purpose.CONTENT: _Sink(out.content), Purpose.THOUGHTS: _Sink(out.reasoning)}
 
@@ -63,7 +66,7 @@ class AnswerRun:
         if region is None and self._unclosed is not None and self._unclosed.close is not None:
             anchors.append(Anchor(self._unclosed.close, Closing(self._unclosed)))
         self._unclosed = None
-        return (yield from self._text.pass_on_up_to_sight(Anchors(anchors).look, add))
+        return (yield from self._text.pass_on_up_to_sight(Anchors(anchors, self._searches).look, add))
 
     def _read_calls(self, region: Region, captures: Mapping[str, str]) -> Reading[None]:
         """Reads a region of calls, whose mark was read but not taken."""
@@ -76,9 +79,11 @@ class AnswerRun:
             self._out.end_call()
         elif region.has_objects or region.field.content is ContentParser.PYTHON_CALLS:
             calls: CallFormat = form if region.has_objects else _PythonCalls()
-            if not (yield from calls.read_calls(self._text, self._out, self._schemas)):
+            may_be_calls = self._num_open_ends < _MAX_OPEN_ENDS
+            if not (may_be_calls and (yield from calls.read_calls(self._text, self._out, self._schemas))):
                 self._sinks[Purpose.CONTENT].take_back(self._text.take())
                 return
+            self._num_open_ends += form.has_open_end
         else:
             yield from self._read_whole(region, captures)
             return
@@ -164,6 +169,7 @@ class _Objects(JsonCallFormat):
 
     def __init__(self, region: Region) -> None:
         self._closings = () if region.close is None else region.close.literals
+        self.has_open_end = False  # an object of a list extends to the end of the answer, and is none
 
     @property
     def closings(self) -> tuple[str, ...]:
@@ -177,7 +183,9 @@ class _Objects(JsonCallFormat):
     def read_next(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         """Reads an object of a list, after brackets of the last one that close nothing."""
         yield from text.skip(_BETWEEN_OBJECTS)
-        return (yield from self.read_object(text, out))
+        is_call = yield from self.read_object(text, out)
+        self.has_open_end = not is_call and text.is_at_end
+        return is_call
 
 
 class _PythonCalls(Pythonic):

@@ -1,6 +1,7 @@
 """The language of response templates: what becomes of each kind of region, as transformers reads it where it can."""
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -253,3 +254,34 @@ def test_a_long_answer_is_read_in_linear_time(step: int) -> None:
     text = f"<think>{filler}</think>{filler}{' ' * 20_000}<l f>\na: {filler}\n</l>{filler}"
     answer = joined(pieces_of(form, (text[at : at + step] for at in range(0, len(text), step))))
     assert answer == Answer(filler * 2, filler, [call("f", a=filler)])
+
+
+# As Phi-4-mini's, which are letters: they can stand in what is nearly JSON.
+LISTS = {
+    "open_pattern": r"calls(?=\[)",
+    "close": "<end>",
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform_each": True,
+}
+MADE = [call("f", a=1)]
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "rest", "calls"),
+    [
+        ("<tool_call>x", 60_000, "<tool_call>x" * 60_000, []),
+        (f'calls[{F}, {{"name"', 2_000, ', {"name"' + f'calls[{F}, {{"name"' * 1_992, MADE * 8),
+    ],
+)
+def test_many_marks_that_begin_no_calls_are_read_in_linear_time(
+    unit: str, count: int, rest: str, calls: list[Any]
+) -> None:
+    """In two seconds of a processor; quadratic: forty, and minutes."""
+    kinds = {"tool_calls": LISTS if "calls" in unit[:5] else HERMES}
+    form = declared({"reasoning_content": THINK, **kinds, "content": {}})
+    begin = time.thread_time()
+    answer = joined(pieces_of(form, [unit * count]))
+    assert time.thread_time() - begin < 15
+    assert answer.calls == calls
+    assert answer.content.endswith(rest)

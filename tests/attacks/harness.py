@@ -76,12 +76,16 @@ class MemoryWatch:
         return self.peak - self.baseline
 
     def _read(self) -> int:
-        """Bytes. A child that was forked shares its parent's pages, so only those of its own count."""
+        """Bytes. A child that was forked shares its parent's pages, so only those of its own count.
+
+        One that is about to run a program, as `subprocess` starts it, has the server's own memory, and does not count.
+        """
         if self._num_samples % CHILDREN_EVERY == 0:  # to look for them costs more than to look at one process
             self._children_bytes = 0
             for child in self._process.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    self._children_bytes += int(child.memory_full_info().uss)
+                    if child.ppid() != self._process.pid or child.cmdline() != self._process.cmdline():
+                        self._children_bytes += int(child.memory_full_info().uss)
         self._num_samples += 1
         return int(self._process.memory_info().rss) + self._children_bytes
 

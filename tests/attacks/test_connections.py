@@ -148,6 +148,7 @@ TOKENS = Shot(TOKENIZE, b'{"prompt":"Hello!"}', "burst")
 BOMB = Shot(COMPLETIONS, partial(bomb, 1), headers={"Content-Encoding": "gzip"}, allowed=frozenset({413, 429, 503}))
 STREAM = b'{"prompt":"a","max_tokens":1900,"ignore_eos":true,"stream":true,"logprobs":5}'
 LARGE_REPLY = b'{"tokens":[' + b"97," * 300_000 + b"97]}"
+LARGE = ("unread repeats of tools", "unread stored responses")
 CONNECTIONS: dict[str, Attack] = {
     "compressed bodies are bounded by what they hold": COMPRESSED,
     "bombs together are bounded too": at_once(20, BOMB),
@@ -178,6 +179,7 @@ CONNECTIONS: dict[str, Attack] = {
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_connections_of_one_client_hold_up_no_other(target: Target, name: str) -> None:
     target.withstand(CONNECTIONS[name], linger_s=0.5)
+    target.is_trusted = name not in LARGE  # whose memory the next attack would not be measured from
 
 
 # A burst

@@ -66,11 +66,13 @@ def process_at(port: int, of_client: int, processes: Iterable[int]) -> int | Non
 
 @contextmanager
 def client_of_each(process: Process, **headers: str) -> Iterator[list[httpx.Client]]:
-    """A client of each of both workers, with one connection, which it keeps."""
+    """A client of each of both workers, with one connection, which it keeps, however long it is not used."""
+    limits = httpx.Limits(keepalive_expiry=None)
     with ExitStack() as stack:
         clients: dict[int, httpx.Client] = {}
         while len(clients) < 2:
-            client = stack.enter_context(httpx.Client(base_url=process.url, timeout=60, headers=headers))
+            client = httpx.Client(base_url=process.url, timeout=60, headers=headers, limits=limits)
+            stack.enter_context(client)
             clients.setdefault(worker_of(client.get("/health"), process), client)
         assert set(clients) == workers_of(process)
         yield list(clients.values())

@@ -190,7 +190,10 @@ class WorkerLoad:
             await asyncio.sleep(0.05)
 
     async def kill_workers(self, process: Process) -> None:
-        """One after the other, each when the last one has been replaced and all have begun streams."""
+        """One after the other, each when the last one has been replaced and all have begun streams.
+
+        A victim is stopped before it is killed, so that none of its streams ends while it is made sure that it has one.
+        """
         rng = Random(1)
         for _ in range(NUM_KILLS):
             num_whole = len(self.whole)
@@ -201,10 +204,18 @@ class WorkerLoad:
                 self.workers = workers_of(process) - self.killed
             self.num_settled = len(self.killed)
             victim = rng.choice(sorted(self.workers))
+            while not await self.is_stopped_with_a_stream(victim):
+                os.kill(victim, signal.SIGCONT)
+                await asyncio.sleep(0.05)
             self.killed.add(victim)
             self.workers.discard(victim)
             os.kill(victim, signal.SIGKILL)
         self.is_over = True
+
+    async def is_stopped_with_a_stream(self, worker: int) -> bool:
+        os.kill(worker, signal.SIGSTOP)
+        await asyncio.sleep(0.5)  # whose end has been sent ends here
+        return worker in self.busy
 
 
 async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:

@@ -15,7 +15,8 @@ from simulation.workload import text
 from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.engine.journal import Journal
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan
+from chairlift.plan import RowResult, StepPlan
+from chairlift.scheduler import Request, Scheduler
 
 US_PER_S = 1e6
 
@@ -54,11 +55,6 @@ def make_request(
     return Request(str(number), prompt, _PARAMS, max_tokens, seed=number, options=options)
 
 
-def slots_of(plan: StepPlan) -> list[int]:
-    """The slot of each row."""
-    return [row.request.slot for row in plan.rows if row.request.slot is not None]
-
-
 def take_copies(slots: SlotLedger) -> int:
     """Tokens that have to be copied between slots before the step computes; forgets what the ledger owes."""
     num_tokens = sum(job.num_tokens for job in slots.owed if isinstance(job, SlotCopy))
@@ -68,8 +64,7 @@ def take_copies(slots: SlotLedger) -> int:
 
 def launch(scheduler: Scheduler, slots: SlotLedger, plan: StepPlan) -> None:
     """What the engine does with a plan before the model runs: it reserves what will be written, and advances."""
-    counts = [row.num_new_tokens for row in plan.rows]
-    scheduler.advance(plan, slots.reserve(slots_of(plan), counts, plan.num_steps))
+    scheduler.advance(plan, slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps))
 
 
 def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None = None) -> StepTimes:
@@ -80,8 +75,8 @@ def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None 
     begin = perf_counter()
     plan = scheduler.schedule()
     planned = perf_counter()
-    seq_ids = slots_of(plan)
-    counts = None if plan.is_decode else [row.num_new_tokens for row in plan.rows]
+    seq_ids = plan.slots
+    counts = None if plan.is_decode else plan.num_new_tokens
     results = [_RESULT if row.is_sampled else _NO_RESULT for row in plan.rows]
     ready = perf_counter()
     reservation = slots.reserve(seq_ids, counts, plan.num_steps)

@@ -198,6 +198,11 @@ class SamplingParams(BaseModel):
         return self.temperature == 0.0
 
     @property
+    def has_penalty(self) -> bool:
+        """True if tokens that were seen before change which come next."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
     def truncates_prompt(self) -> bool:
         return self.truncate_prompt_tokens is not None
 

@@ -17,8 +17,9 @@ import numpy as np
 from harness import launch, take_copies
 
 from chairlift.cache.ledger import SlotLedger
+from chairlift.plan import RowResult, StepPlan
 from chairlift.routing import PrefixRouter, name_blocks
-from chairlift.scheduler import Policy, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Scheduler, TokenEvent
 from simulation.costs import CostModel
 from simulation.figures import Spread
 from simulation.requests import Records, SimulatedRequest
@@ -175,8 +176,7 @@ class Fleet:
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         self._busy[number] += seconds
         results = [
-            replica.requests[row.request.request_id].say(plan.num_steps) if row.is_sampled else _UNFINISHED
-            for row in plan.rows
+            replica.requests[row.key.tag].say(plan.num_steps) if row.is_sampled else _UNFINISHED for row in plan.rows
         ]
         launch(replica.scheduler, replica.slots, plan)
         self._agenda.plan(self._clock.now + seconds, partial(self._end_step, number, replica, plan, results))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import inf
 
 from chairlift.cache.ledger import SlotLedger
-from chairlift.scheduler import Scheduler, StepPlan
+from chairlift.plan import StepPlan
+from chairlift.scheduler import Scheduler
 from simulation.costs import CostModel
 from simulation.requests import Fate, Records, SimulatedRequest
 
@@ -218,13 +219,14 @@ class Watch:
         """After `schedule`: the plan keeps to the rules."""
         self.num_steps += 1
         self.demand(bool(plan.rows), "nothing is planned though somebody waits")
-        slotless = [row.request.request_id for row in plan.rows if row.request.slot is None]
-        self.demand(not slotless, f"rows are planned that have no slot: {slotless}")
+        running = {request.slot: request for request in self._scheduler.running}
+        strangers = [row.key.tag for row in plan.rows if row.slot not in running]
+        self.demand(not strangers, f"rows are planned in slots that are not theirs: {strangers}")
         num_planned = sum(row.num_new_tokens for row in plan.rows)
         self.demand(num_planned <= self._budget, f"{num_planned} tokens are planned, the budget is {self._budget}")
         decode = plan.rows[: plan.num_decode_rows]
         self.demand(all(row.num_new_tokens == 1 for row in decode), "a decode row takes more than one token")
-        others = set(self._scheduler.running).difference(row.request for row in plan.rows)
+        others = set(running.values()).difference(running[row.slot] for row in plan.rows)
         stalling = sorted(request.request_id for request in others if request.num_uncomputed == 1)
         self.demand(not stalling, f"decode rows stall: {stalling}")
 

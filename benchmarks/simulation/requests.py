@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.params import FinishReason, RequestOptions, SamplingParams
-from chairlift.scheduler import Request, RequestState, RowResult, Scheduler, TokenEvent
+from chairlift.plan import RowResult
+from chairlift.scheduler import Request, RequestState, Scheduler, TokenEvent
 from simulation.costs import CostModel, StepShape
 from simulation.workload import Conversation, Turn, text
 

@@ -16,7 +16,8 @@ from harness import launch, take_copies
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
-from chairlift.scheduler import Policy, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.plan import RowResult, StepPlan
+from chairlift.scheduler import Policy, RequestState, Scheduler, TokenEvent
 from simulation.costs import CostModel, StepShape
 from simulation.meter import Meter, Watch
 from simulation.requests import Fate, SimulatedRequest
@@ -207,7 +208,7 @@ class Simulation:
         plan = self._scheduler.schedule()
         self._watch.look_at(plan)
         self._note_admissions()
-        requests = [self._requests[row.request.request_id] for row in plan.rows]
+        requests = [self._requests[row.key.tag] for row in plan.rows]
         num_copied = take_copies(self._slots)
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
@@ -296,6 +297,6 @@ def shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
     return StepShape(
         num_prompt_tokens=sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :]),
         num_decode_rows=plan.num_decode_rows,
-        num_context_tokens=sum(row.request.num_computed for row in plan.rows[: plan.num_decode_rows]),
+        num_context_tokens=sum(row.start for row in plan.rows[: plan.num_decode_rows]),
         num_copied_tokens=num_copied_tokens,
     )

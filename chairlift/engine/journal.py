@@ -20,7 +20,8 @@ from typing import Protocol, Self
 
 from chairlift.cache.budget import CacheUse
 from chairlift.params import FinishReason, RequestTimes
-from chairlift.scheduler import RequestState, Scheduler, StepPlan, TokenEvent
+from chairlift.plan import StepPlan
+from chairlift.scheduler import RequestState, Scheduler, TokenEvent
 
 NO_MEMORY = CacheUse()
 
@@ -232,8 +233,8 @@ class Journal:
         """
         now = self._clock()
         others = plan.rows[plan.num_decode_rows :]
-        num_new_tokens = sum(row.num_new_tokens for row in others)
-        guesses = [len(row.guess.tokens) for row in others if row.guess.tokens]
+        num_new_tokens = sum(len(row.input_ids) for row in others)
+        guesses = [len(row.guess) for row in others if row.guess]
         num_decode_rows = plan.num_decode_rows + len(guesses)
         num_prefill_tokens = num_new_tokens - sum(guesses) - len(guesses)
         seconds = now - max(begin, self._last_end)

@@ -42,7 +42,8 @@ from chairlift.engine.forks import finalize
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
-from chairlift.scheduler import Grammar, Request
+from chairlift.plan import Grammar
+from chairlift.scheduler import Request
 
 if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore
@@ -216,7 +217,7 @@ class Leader(_Divided):
 
 
 class _SharedGrammar:
-    """A sequence's grammar. Rank 0 has the real one and sends its answers to the others. See `scheduler.Grammar`."""
+    """A sequence's grammar. Rank 0 has the real one and sends its answers to the others. See `plan.Grammar`."""
 
     def __init__(self, ranks: Ranks, new: Callable[[], Grammar | None]) -> None:
         self._ranks = ranks

@@ -14,6 +14,7 @@ At least one token is left to compute, so that there are logits. If a prompt in 
 the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift.cache.budget import CHUNK_TOKENS, CacheUse, chunks_of
@@ -56,6 +57,11 @@ class Placement:
         return list(self._owners.values())
 
     @property
+    def owner_of(self) -> Callable[[int], RequestState]:
+        """Finds the owner of a slot. KeyError if it has none."""
+        return self._owners.__getitem__
+
+    @property
     def cache_use(self) -> CacheUse:
         """What the cache's memory is used for."""
         return self._slots.budget.use
@@ -77,7 +83,7 @@ class Placement:
             self._slots.claim_slot(slot, num_reused)
         request.slot = slot
         request.reuse(num_reused)
-        request.contents = Contents(num_reused)
+        request.contents, request.has_counts = Contents(num_reused), False
         self._owners[slot] = request
         if self._is_reusing:
             self._index.insert(slot, tokens, request.options.cache_salt)

@@ -13,42 +13,13 @@ are known. A launch counts as computed as soon as it has begun, on the assumptio
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
-from chairlift.scheduler.drafting import Drafter
+from chairlift.plan import SAMPLE, Grammar, RowResult, SamplingKey, TokenFilter, Work
+from chairlift.scheduler.drafting import NO_GUESS, Drafter, Guess
 
 REPETITION_DETECTED = "repetition_detected"  # the stop reason of a sequence that repeats itself, named as in vLLM
 TIMED_OUT = "timeout"  # that of a request whose deadline passed
-
-
-class Grammar(Protocol):
-    """The state of a sequence in the grammar that it must follow. One per sequence."""
-
-    @property
-    def is_ready(self) -> bool:
-        """False while its row must be skipped because the mask for its next token is late."""
-        ...
-
-    def foresee(self) -> Sequence[int] | None:
-        """Likely next tokens, because the grammar allows no other text; None: no guess can be verified now.
-
-        The first call returns None, since they are computed only after it.
-        """
-        ...
-
-    def advance(self, token_id: int) -> bool:
-        """Takes the next token. True if the text is complete and nothing can follow. Raises if it does not fit."""
-        ...
-
-
-class TokenFilter(Protocol):
-    """Restricts which tokens the sampler may draw, in addition to a grammar. One per sequence."""
-
-    @property
-    def follows_text(self) -> bool:
-        """Whether these depend on the tokens so far; constant."""
-        ...
 
 
 RepetitionWatch = Callable[[int], bool]
@@ -146,6 +117,7 @@ class _Progress:
     # Whether the host derives from the newest token what may come next. If so, the row cannot be planned before that
     # token is known, and launches have one step while it runs, because it could use only the first token of several.
     needs_newest_token: bool = False
+    has_rules: bool = False  # its work may say something of its tokens so far
     is_held: bool = False  # it gets no tokens for now, because its reader lags far behind
     # In its slot
     slot: int | None = None
@@ -156,6 +128,8 @@ class _Progress:
     num_launches: int = 0  # launches in flight that write to the slot
     num_tokens_placed: int = 0  # tokens that it had when it got its slot
     num_held: int = 0  # tokens that its slot has memory for
+    guess: Guess = NO_GUESS  # the newest one that is verified
+    has_counts: bool = False  # penalties go on from what was counted of its tokens in this slot
     leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
     is_yielding: bool = False  # preempted: it loses its slot once no launch writes to it
     # In total
@@ -178,7 +152,7 @@ class RequestState(_Progress):
 
     __slots__ = (
         *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_logprobs", "eos_token_ids"),
-        *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "_new"),
+        *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "key", "_new"),
     )
 
     def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
@@ -220,6 +194,30 @@ class RequestState(_Progress):
         self.needs_newest_token = self.grammar is not None or follows_text
         if request.new_drafter is not None and not follows_text:
             self.drafter = request.new_drafter()
+        self.has_rules = self.token_filter is not None or self.params.has_penalty
+        self.key = SamplingKey(
+            self.request_id,
+            self.params,
+            self.seed,
+            self.num_prompt_tokens,
+            self.end_token_ids,
+            self.min_tokens,
+            self.grammar,
+            self.token_filter,
+        )
+
+    def work_to_sample(self) -> Work:
+        """The work of a row that is planned now and catches up with all its tokens, so that a new one can be drawn."""
+        if not self.has_rules:
+            return SAMPLE
+        history: list[int] | None = None
+        if self.params.has_penalty:
+            history = None if self.has_counts else list(self.token_ids)
+            self.has_counts = True
+        if self.token_filter is None:
+            return Work(is_sampled=True, history=history)
+        forbidden = self.token_filter.forbidden_after(self.token_ids, self.num_prompt_tokens)
+        return Work(is_sampled=True, history=history, forbidden=forbidden)
 
     def reuse(self, num_tokens: int) -> None:
         """Records that `num_tokens` tokens are in its slot already; after a preemption they do not count as cached."""
@@ -264,6 +262,13 @@ class RequestState(_Progress):
     def may_allow_nothing(self) -> bool:
         """Whether its own constraints may leave no token, though all logits are numbers."""
         return self.grammar is not None or self.token_filter is not None
+
+    def take(self, result: RowResult) -> list[int]:
+        """Records the result of its row. Returns the tokens that count."""
+        if result.is_late:
+            self.has_counts = False  # the tokens that do not count may be among them
+            return []
+        return self.accept(result.token_ids, result.error, result.stop_reason)
 
     def accept(self, sampled: list[int], error: str | None = None, stop_reason: str | None = None) -> list[int]:
         """Appends sampled tokens up to and including the one that ends the sequence; returns those kept.

@@ -19,8 +19,10 @@ from operator import attrgetter
 
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
+from chairlift.plan import RowResult, StepPlan
+from chairlift.scheduler.events import TokenEvent
+from chairlift.scheduler.next_step import NextStep, share_of
 from chairlift.scheduler.placement import Placement
-from chairlift.scheduler.plan import NextStep, RowPlan, RowResult, StepPlan, TokenEvent, share_of
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
 from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
@@ -53,7 +55,7 @@ class Scheduler:
         self._max_num_batched_tokens, self._clock, self.speculation = max_num_batched_tokens, clock, speculation
         self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
-        self._running: dict[str, RowPlan] = {}  # each request's decode row, in the order in which they got slots
+        self._running: dict[str, RequestState] = {}  # in the order in which they got slots
         self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet reported
 
     @property
@@ -67,7 +69,7 @@ class Scheduler:
     @property
     def running(self) -> Iterator[RequestState]:
         """Requests that have a slot."""
-        return (row.request for row in self._running.values())
+        return iter(self._running.values())
 
     @property
     def warm(self) -> dict[int, int]:
@@ -94,8 +96,7 @@ class Scheduler:
 
     def find(self, request_id: str) -> RequestState | None:
         """A request that waits or runs. None if it is not here (any more)."""
-        row = self._running.get(request_id)
-        return self.waiting.find(request_id) if row is None else row.request
+        return self._running.get(request_id) or self.waiting.find(request_id)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
@@ -126,21 +127,20 @@ class Scheduler:
         self._preempt_if_wanted()
         step = NextStep(self._max_num_batched_tokens)
         begun, growing, reach = list[RequestState](), list[RequestState](), self._max_steps_per_launch
-        for row in self._running.values():
-            request = row.request
+        for request in self._running.values():
             num_pending = request.num_pending
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed != 1:  # num_uncomputed, without a call
                 begun.append(request)
             elif not request.is_held:
-                step.decode.append(row)
+                step.decode.append(request)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)
         short = {request for request in growing if not self._grow(request)}
         if growing and not self._slots.budget.is_ample:  # some may have been preempted
             begun = [request for request in begun if _keeps_slot(request)]
-            step.decode = [row for row in step.decode if _keeps_slot(row.request) and row.request not in short]
+            step.decode = [request for request in step.decode if _keeps_slot(request) and request not in short]
         step.num_left -= len(step.decode)
         num_kept = share_of(step.num_left) if len(self.waiting) and self._num_places else 0
         step.go_on(begun, self.placement, num_kept)
@@ -154,10 +154,11 @@ class Scheduler:
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """Records a begun launch, as if no row ended in it. `update` must follow, in the same order of launches."""
         valid_lengths = []
+        owner_of = self.placement.owner_of
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
-            request = row.request
+            request = owner_of(row.slot)
             # The last token that a row gets has no key and value yet; a guess's tokens are already among the new ones.
-            num_valid = row.num_new_tokens + max(num_expected - 1 - len(row.guess.tokens), 0)
+            num_valid = len(row.input_ids) + max(num_expected - 1 - len(row.guess), 0)
             request.num_computed += num_valid
             request.num_pending += num_expected
             request.num_launches += 1
@@ -167,8 +168,9 @@ class Scheduler:
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per changed row."""
         now, events = self._clock(), list[TokenEvent]()
+        owner_of = self.placement.owner_of  # no slot gets another owner while a launch writes to it
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
-            request = row.request
+            request = owner_of(row.slot)
             request.num_pending -= num_expected
             request.num_launches -= 1
             request.num_scored += len(result.prompt_logprobs)
@@ -178,9 +180,12 @@ class Scheduler:
             if had_ended:  # the result is surplus
                 self._release_if_idle(request)
                 continue
-            kept = row.take(result, num_expected, self.placement)
-            if self.speculation is not None and row.guess.tokens and not result.is_late:
-                self.speculation.learn(row, len(kept), len(result.token_ids))
+            if result.is_late or row.guess:
+                num_right = 0 if result.is_late else len(result.token_ids)
+                self.placement.step_back(request, num_expected - num_right)
+            kept = request.take(result)
+            if self.speculation is not None and row.guess and not result.is_late:
+                self.speculation.learn(request, len(kept), len(result.token_ids))
             if kept or result.prompt_logprobs or request.finish_reason is not None:
                 events.append(TokenEvent.of(request, kept, result, now))
             if request.finish_reason is not None:
@@ -219,7 +224,7 @@ class Scheduler:
                 self._unstarted.append(TokenEvent.of(request, [], _NO_RESULT, self._clock()))
                 continue
             self.placement.place(request)
-            self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
+            self._running[request.request_id] = request
             if request.leader is None:
                 step.add_prompt(request)
 

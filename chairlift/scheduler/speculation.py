@@ -14,9 +14,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from chairlift.config import Auto
+from chairlift.plan import StepPlan
 from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, Answers, Drafter, Guess, IndexBudget
+from chairlift.scheduler.next_step import NextStep
 from chairlift.scheduler.placement import Placement
-from chairlift.scheduler.plan import NextStep, RowPlan, StepPlan
 from chairlift.scheduler.request import RequestState
 
 MAX_DRAFT = 16
@@ -88,31 +89,29 @@ class Speculation:
 
     def add_guesses(self, step: NextStep, placement: Placement) -> None:
         """Adds guesses to decode rows, within the budget that prompts left. No row is preempted for their memory."""
-        requests = [row.request for row in step.decode]
-        num_tokens = len(requests) + step.num_prompt_tokens
-        guesses = self._choose(requests, num_tokens)
+        num_tokens = len(step.decode) + step.num_prompt_tokens
+        guesses = self._choose(step.decode, num_tokens)
         decode, step.decode = step.decode, []
-        for row in decode:
-            request = row.request
+        for request in decode:
             guess = guesses.get(request.request_id, NO_GUESS).cut(step.num_left)
             wanted = request.num_computed + 1 + len(guess.tokens)
             if guess.tokens and wanted > request.num_held and not placement.provide(request, wanted):
                 guess = guess.cut(request.num_held - request.num_computed - 1)
             if guess.tokens:
                 step.num_left -= len(guess.tokens)
-                step.guessing.append(RowPlan(request, 1 + len(guess.tokens), is_sampled=True, guess=guess))
+                step.guessing.append((request, guess))
             else:
-                step.decode.append(row)
+                step.decode.append(request)
 
-    def learn(self, row: RowPlan, num_kept: int, num_sampled: int) -> None:
-        """Records a verified guess: `num_sampled` tokens were sampled, up to and including the first that was not
-        guessed, and `num_kept` of them are part of the answer.
+    def learn(self, request: RequestState, num_kept: int, num_sampled: int) -> None:
+        """Records a verified guess, its newest: `num_sampled` tokens were sampled, up to and including the first that
+        was not guessed, and `num_kept` of them are part of the answer.
         """
-        request, num_drafted = row.request, len(row.guess.tokens)
+        num_drafted = len(request.guess.tokens)
         num_accepted = min(num_kept, max(num_sampled - 1, 0))
         rates = None if request.drafter is None else request.drafter.rates
         assert rates is not None, "a guess needs rates"
-        rates.note(row.guess, num_accepted)
+        rates.note(request.guess, num_accepted)
         request.num_drafted += num_drafted
         request.num_accepted += num_accepted
         self.num_drafted += num_drafted
@@ -129,7 +128,7 @@ class Speculation:
 
     def note_launch(self, plan: StepPlan, seconds: float) -> None:
         """Records the time of a launch, all of its steps together."""
-        self.times.note(sum(row.num_new_tokens for row in plan.rows), seconds / plan.num_steps)
+        self.times.note(sum(plan.num_new_tokens), seconds / plan.num_steps)
 
     def _choose(self, requests: Sequence[RequestState], num_tokens: int) -> dict[str, Guess]:
         """By request: guesses for a step that computes `num_tokens` tokens without them."""

@@ -11,8 +11,8 @@ from weakref import ref
 
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason
+from chairlift.scheduler.events import TokenEvent
 from chairlift.scheduler.fair_queue import FairQueue, LazyHeap
-from chairlift.scheduler.plan import TokenEvent
 from chairlift.scheduler.request import Group, Request, RequestState
 
 _NUM_STARTS = 64

@@ -12,7 +12,8 @@ import pytest
 
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.execution.runner import Launch as Begun
-from chairlift.scheduler import RequestState, StepPlan
+from chairlift.plan import StepPlan
+from chairlift.scheduler import RequestState
 from tests.api.conftest import SLOTS, Server
 from tests.api.conftest import serving as serving
 from tests.engine.async_support import Clock as Clock
@@ -127,8 +128,8 @@ def recorded(llm: AsyncLLM) -> Iterator[Launches]:
     launch = runner.launch
 
     def record(plan: StepPlan) -> Begun:
-        requests = [row.request for row in plan.rows]
-        rows = {row.request.request_id: row.num_new_tokens for row in plan.rows}
+        requests = [llm._core._scheduler.placement.owner_of(row.slot) for row in plan.rows]
+        rows = {row.key.tag: row.num_new_tokens for row in plan.rows}
         launches.all.append(Launch(rows, requests, plan.num_steps, llm._core.cache.slots_remaining))
         return launch(plan)
 

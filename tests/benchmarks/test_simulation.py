@@ -1,7 +1,7 @@
 """Tiny worlds, whose every time can be reckoned by hand; breaches, which must be seen; fair shares and costs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isnan
 from typing import Any
 
@@ -15,7 +15,8 @@ from simulation.workload import Conversation, Prefix, Turn
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import SamplingParams
-from chairlift.scheduler import Policy, Request, RequestState, RowPlan, Scheduler, StepPlan
+from chairlift.plan import RowPlan, StepPlan
+from chairlift.scheduler import Policy, Request, Scheduler
 
 SECOND_A_STEP = LinearCost(step=1.0, prompt_token=0.0, decode_row=0.0, context_token=0.0, copied_token=0.0)
 POLICY = Policy(enable_prefix_caching=False)
@@ -191,11 +192,11 @@ def test_plans_against_the_rules_are_seen() -> None:
     scheduler, watching = watch(request("a"), request("b"))
     (first, second) = scheduler.schedule().rows
     assert breach(watching, [], 0) == "step 1: nothing is planned though somebody waits"
-    stranger = RowPlan(RequestState(request("c"), 0.0), 1, True)
-    assert breach(watching, [stranger], 0) == "step 2: rows are planned that have no slot: ['c']"
+    stranger = replace(first, key=replace(first.key, tag="c"), slot=7)
+    assert breach(watching, [stranger], 0) == "step 2: rows are planned in slots that are not theirs: ['c']"
     assert breach(watching, [first, first], 0) == "step 3: 6 tokens are planned, the budget is 4"
     assert breach(watching, [first], 1) == "step 4: a decode row takes more than one token"
-    second.request.num_computed = 2
+    scheduler.placement.owner_of(second.slot).num_computed = 2
     assert breach(watching, [first], 0) == "step 5: decode rows stall: ['b']"
 
 
@@ -206,7 +207,7 @@ def test_what_is_left_behind_and_books_that_do_not_agree_are_seen() -> None:
         watching.look_at_end(num_alive=1)
     with pytest.raises(Breach, match="step 0: only 1 of 2 slots came back"):
         watching.look_at_end(num_alive=0)
-    row.request.num_computed = 2
+    scheduler.placement.owner_of(row.slot).num_computed = 2
     with pytest.raises(Breach, match="step 0: a and its slot"):
         watching.look_after()
 

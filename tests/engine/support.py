@@ -11,7 +11,9 @@ from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.params import FinishReason, RequestOutput, StructuredOutputs
+from chairlift.plan import RowPlan
 from chairlift.scheduler import Request, RequestState, TokenEvent
+from chairlift.scheduler.next_step import decode_row
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 
@@ -94,11 +96,20 @@ def make_request(
     prompt: list[int] | None = None,
     seed: int = 0,
     eos: frozenset[int] = frozenset(),
+    **more: Any,
 ) -> RequestState:
-    request = Request("r-0", prompt or [1], params, max_tokens=10_000, seed=seed, eos_token_ids=eos)
+    """A request that has started."""
+    request = Request("r-0", prompt or [1], params, max_tokens=10_000, seed=seed, eos_token_ids=eos, **more)
     state = RequestState(request, arrival_time=0.0)
+    state.start(0.0)
     state.slot = slot
     return state
+
+
+def row_of(request: RequestState) -> RowPlan:
+    """The row of a request that decodes next, in slot 0 if it has none."""
+    request.slot = request.slot or 0
+    return decode_row(request)
 
 
 def state_of(core: EngineCore, request: Request) -> RequestState:

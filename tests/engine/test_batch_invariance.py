@@ -16,7 +16,8 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.sampler import Sampled, SamplingBatch
 from chairlift.models import InvariantForward
-from chairlift.scheduler import Request, RequestState
+from chairlift.plan import RowPlan
+from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kernels import needs_kernels
 
@@ -42,11 +43,9 @@ class Recorder:
                 self._seen.append(logits[self._rows.index("x")].clone())
             return sample(logits, batch, step)
 
-        def prepare(
-            requests: Sequence[RequestState], num_steps: int, guessed: Guessed = NOTHING_GUESSED
-        ) -> SamplingBatch:
-            self._rows = [request.request_id for request in requests]
-            return gather(requests, num_steps, guessed)
+        def prepare(rows: Sequence[RowPlan], num_steps: int, guessed: Guessed = NOTHING_GUESSED) -> SamplingBatch:
+            self._rows = [row.key.tag for row in rows]
+            return gather(rows, num_steps, guessed)
 
         sampler.sample, sampler.prepare = record, prepare  # type: ignore[method-assign]
 

@@ -25,7 +25,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.params import RequestOutput
 from chairlift.scheduler import Request
 from tests.engine import support
-from tests.engine.support import ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, Recorder, core_of, make_request, tokens_of
+from tests.engine.support import ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, Recorder, core_of, make_request, row_of, tokens_of
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
 from tests.support.checkpoints import random_prompts
@@ -246,15 +246,15 @@ KINDS: dict[DrawKind, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_sampling_graph_draws_what_the_sampler_draws(kind: DrawKind) -> None:
-    requests = [make_request(SamplingParams(**each), seed=seed) for seed in range(20) for each in KINDS[kind]]
-    logits = 3.0 * torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1))
+    rows = [row_of(make_request(SamplingParams(**each), seed=seed)) for seed in range(20) for each in KINDS[kind]]
+    logits = 3.0 * torch.randn(len(rows), 40, generator=torch.Generator().manual_seed(1))
     logits[3], logits[5, 7] = torch.nan, torch.inf
-    sampling = prepare_graph_sampling(requests, 3)
+    sampling = prepare_graph_sampling(rows, 3)
     assert sampling is not None
     assert sampling.kind is kind
-    table = drawing.greedy_table(3, len(requests)) if sampling.table is None else sampling.table
+    table = drawing.greedy_table(3, len(rows)) if sampling.table is None else sampling.table
     sampler = Sampler(40, 1, torch.device("cpu"))
-    batch = sampler.prepare(requests, 3)
+    batch = sampler.prepare(rows, 3)
     for step in range(3):
         tokens = drawing.sample_in_graph(logits.clone(), kind, table, torch.tensor([step]))
         assert tokens.tolist() == sampler.sample(logits.clone(), batch, step).tokens.tolist()
@@ -263,12 +263,12 @@ def test_a_sampling_graph_draws_what_the_sampler_draws(kind: DrawKind) -> None:
 
 def test_rows_that_want_more_than_that_need_the_sampler_as_do_those_without_their_min_tokens() -> None:
     for fields in ({"logit_bias": {1: 2.0}}, {"logprobs": 0}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}):
-        requests = [make_request(GREEDY), make_request(SamplingParams.model_validate(fields))]
-        assert prepare_graph_sampling(requests, 1) is None
+        rows = [row_of(make_request(params)) for params in (GREEDY, SamplingParams.model_validate(fields))]
+        assert prepare_graph_sampling(rows, 1) is None
     request = make_request(SamplingParams(min_tokens=2), eos=frozenset({5}))
     is_enough = []
     for token in (1, 2, 3):
-        is_enough.append(prepare_graph_sampling([request], 1) is not None)
+        is_enough.append(prepare_graph_sampling([row_of(request)], 1) is not None)
         request.accept([token])
     assert is_enough == [False, False, True]
 

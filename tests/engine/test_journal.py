@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from chairlift.engine.journal import EngineStats, Histogram, Journal, Totals
-from chairlift.scheduler import Policy, StepPlan
+from chairlift.plan import StepPlan
+from chairlift.scheduler import Policy
 from tests.scheduler.fake_engine import FakeEngine, Words
 
 LAUNCH_S = 2.0**-7  # about 8 ms, and sums of it are exact

@@ -230,8 +230,10 @@ def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabiliti
     def sample(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
         assert batch.penalties is not None
         assert batch.draws is not None
+        counts = self._penalties._num_generated
+        assert counts is not None
         kinds = batch.draws.kind, len(batch.draws.rows), len(batch.penalties.rows), batch.num_top_logprobs
-        seen.extend((logits.shape, *kinds, self._penalties._num_generated.shape))
+        seen.extend((logits.shape, *kinds, counts.shape))
         return real(self, logits, batch, step)
 
     real = Sampler.sample

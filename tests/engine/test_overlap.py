@@ -16,7 +16,8 @@ from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
 from chairlift.params import RepetitionDetection, StructuredOutputs
-from chairlift.scheduler import Request, RowResult, StepPlan
+from chairlift.plan import RowResult, StepPlan
+from chairlift.scheduler import Request
 from tests.engine.support import ENGINE, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm
 from tests.engine.test_poison import ahead, greedy
 
@@ -173,7 +174,7 @@ def test_rows_that_decode_get_tokens_beside_a_chunk_that_does_not(core: EngineCo
     launch(core)
     add(core, "long", 20)
     plan, results = launch(core)
-    assert [(row.request.request_id, row.num_new_tokens) for row in plan.rows] == [("short", 1), ("long", 7)]
+    assert [(row.key.tag, row.num_new_tokens) for row in plan.rows] == [("short", 1), ("long", 7)]
     assert [len(row.token_ids) for row in results] == [1, 0]
 
 

@@ -21,7 +21,7 @@ from chairlift.engine.execution.runner import Launch
 from chairlift.engine.parallel import Leader
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.params import RequestOutput, StructuredOutputs
-from chairlift.scheduler import StepPlan
+from chairlift.plan import StepPlan
 from tests.engine.async_support import DEADLINE_S, make_async_llm
 from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm, make_tiny_checkpoint, tokens_of
 from tests.engine.test_poison import failing, greedy

@@ -13,8 +13,9 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import ModelRunner
 from chairlift.errors import EngineClosed
 from chairlift.params import RequestOptions, RequestOutput
-from chairlift.scheduler import Scheduler, StepPlan, TokenEvent
-from chairlift.scheduler.plan import NextStep
+from chairlift.plan import StepPlan
+from chairlift.scheduler import Scheduler, TokenEvent
+from chairlift.scheduler.next_step import NextStep
 from tests.engine.async_support import LONG, last, make_async_llm
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, state_of, tokens_of
 from tests.engine.test_overlap import CASES

@@ -19,7 +19,7 @@ from chairlift.engine.sampling.drawing import cutoff_by_bisection, cutoff_by_sor
 from chairlift.engine.sampling.sampler import Sampler, pick_logprobs
 from chairlift.params import RequestOutput, StructuredOutputs, TokenLogprobs
 from chairlift.scheduler import RequestState
-from tests.engine.support import ENGINE, PROMPTS, make_llm, make_request
+from tests.engine.support import ENGINE, PROMPTS, make_llm, make_request, row_of
 from tests.support.checkpoints import make_checkpoint, random_prompts
 
 VOCAB = 40
@@ -33,7 +33,8 @@ def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB) -> torch.Te
 
 def sample_once(requests: Sequence[RequestState], logits: torch.Tensor) -> list[int]:
     sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
-    tokens: list[int] = sampler.sample(logits.clone(), sampler.prepare(requests, 1), 0).tokens.tolist()
+    batch = sampler.prepare(list(map(row_of, requests)), 1)
+    tokens: list[int] = sampler.sample(logits.clone(), batch, 0).tokens.tolist()
     return tokens
 
 
@@ -60,7 +61,7 @@ def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> Floa
 
 def expected(requests: Sequence[RequestState], logits: torch.Tensor) -> list[int]:
     """The tokens in whose shares of [0, 1) the numbers of the rows lie."""
-    drawn = zip(logits.tolist(), requests, uniforms(requests, 1)[0], strict=True)
+    drawn = zip(logits.tolist(), requests, uniforms(list(map(row_of, requests)), 1)[0], strict=True)
     shares = ((np.cumsum(exact_probabilities(row, request.params)), number) for row, request, number in drawn)
     return [int(np.searchsorted(ends, number, side="right")) for ends, number in shares]
 
@@ -153,7 +154,7 @@ def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_
         beside = [make_request(params, seed=row) for row, params in enumerate(crowd[:num_beside])]
         sampler = Sampler(VOCAB, 8, torch.device("cpu"))
         for first in range(0, len(steps), launch):
-            batch = sampler.prepare([*beside, request], launch)
+            batch = sampler.prepare([*map(row_of, beside), row_of(request)], launch)
             tokens = []
             for step in range(launch):
                 logits = torch.cat([random_logits(99, num_beside), steps[first + step]])
@@ -178,34 +179,34 @@ def test_rows_are_drawn_from_in_blocks_with_greedy_ones_between_them(vocab_size:
 
 
 def test_uniforms_lie_between_0_and_1_are_spread_evenly_and_differ_between_steps_and_seeds() -> None:
-    drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in range(-500, 500)], 50)
+    drawn = uniforms([row_of(make_request(SamplingParams(), seed=seed)) for seed in range(-500, 500)], 50)
     assert drawn.shape == (50, 1000)
     assert 0.0 <= drawn.min() < drawn.max() < 1.0
     assert drawn.mean() == pytest.approx(0.5, abs=0.005)
     for rows, beside in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
         assert abs(np.corrcoef(rows.ravel(), beside.ravel())[0, 1]) < 0.02
     seeds = [0, 1, -1, 2, -2, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**63 + 126]
-    drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in seeds], 100)
+    drawn = uniforms([row_of(make_request(SamplingParams(), seed=seed)) for seed in seeds], 100)
     assert len(set(drawn.ravel().tolist())) == 1000
 
 
 def test_uniforms_depend_on_a_requests_seed_and_its_number_of_tokens_only() -> None:
     first, second = (make_request(SamplingParams(), seed=seed) for seed in (5, 6))
     long_prompt = make_request(SamplingParams(), prompt=[1, 2, 3], seed=5)
-    both = uniforms([first, second], 4)
-    assert uniforms([second], 4)[:, 0].tolist() == both[:, 1].tolist()
-    assert uniforms([long_prompt], 4)[:, 0].tolist() == both[:, 0].tolist()
+    both = uniforms([row_of(first), row_of(second)], 4)
+    assert uniforms([row_of(second)], 4)[:, 0].tolist() == both[:, 1].tolist()
+    assert uniforms([row_of(long_prompt)], 4)[:, 0].tolist() == both[:, 0].tolist()
     first.accept([9, 9])
-    assert uniforms([first], 2)[:, 0].tolist() == both[2:, 0].tolist()
+    assert uniforms([row_of(first)], 2)[:, 0].tolist() == both[2:, 0].tolist()
 
 
 def test_what_a_thousand_biased_tokens_cost_does_not_grow_with_the_rows_that_share_them() -> None:
     params = SamplingParams(temperature=0.0, logit_bias={token: 1.0 for token in range(1024)})
-    requests = [make_request(params, slot=row) for row in range(128)]
+    rows = [row_of(make_request(params, slot=row)) for row in range(128)]
     sampler = Sampler(2000, 128, torch.device("cpu"))
     start = time.process_time()
     for _ in range(20):
-        batch = sampler.prepare(requests, num_steps=1)
+        batch = sampler.prepare(rows, num_steps=1)
     assert time.process_time() - start < 3.0  # entry by entry it took some 10 s
     (bias,) = batch.additions
     assert bias is not None

@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from chairlift.engine.sampling.token_rules import BadWords, PatternWatch, RuleFi
 from chairlift.errors import InvalidRequest
 from chairlift.params import CompletionOutput, RepetitionDetection, StructuredOutputs
 from chairlift.scheduler import RequestState
-from tests.engine.support import END_TOKEN, GREEDY, PROMPTS, assert_idle, make_llm, make_request, tokens_of
+from tests.engine.support import END_TOKEN, GREEDY, PROMPTS, assert_idle, make_llm, make_request, row_of, tokens_of
 
 TOKENS = st.integers(0, 2)
 WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=6)
@@ -141,10 +142,10 @@ def test_a_grammar_and_allowed_tokens_are_both_kept_and_where_they_share_none_th
 
 
 def test_rows_with_rules_are_not_sampled_from_a_recorded_graph() -> None:
-    request = make_request(SamplingParams(temperature=0.0))
-    assert prepare_graph_sampling([request], 1) is not None
-    request.token_filter = RuleFilter(TokenRules(BadWords([[1]]), None))
-    assert prepare_graph_sampling([request], 1) is None
+    params, rules = SamplingParams(temperature=0.0), TokenRules(BadWords([[1]]), None)
+    assert prepare_graph_sampling([row_of(make_request(params))], 1) is not None
+    request = make_request(params, new_token_filter=partial(RuleFilter, rules))
+    assert prepare_graph_sampling([row_of(request)], 1) is None
     assert not request.needs_newest_token  # words of one token are the same for every step
 
 
@@ -219,7 +220,7 @@ def step_logits(step: int, num_rows: int) -> torch.Tensor:
 
 def launch(sampler: Sampler, requests: Sequence[RequestState], logits: Sequence[torch.Tensor]) -> list[list[int]]:
     """One launch with these logits, step by step: what each row samples, which its request gets."""
-    batch = sampler.prepare(requests, len(logits))
+    batch = sampler.prepare(list(map(row_of, requests)), len(logits))
     steps = [sampler.sample(each.clone(), batch, step).tokens.tolist() for step, each in enumerate(logits)]
     rows = [list(tokens) for tokens in zip(*steps, strict=True)]
     for request, tokens in zip(requests, rows, strict=True):
@@ -305,7 +306,8 @@ def test_counts_survive_launches_elsewhere_and_are_made_anew_in_another_slot(
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
     sampler, request, other = new_sampler(), make_request(params, slot=1), make_request(params, slot=0)
     for slot, is_beside in zip(slots, others, strict=True):
-        request.slot = slot
+        if request.slot != slot:
+            request.slot, request.has_counts = slot, False
         launch(sampler, [other, request] if is_beside else [request], alike(LIKELY, 1 + is_beside))
         if is_beside:
             launch(sampler, [other], alike(LIKELY, 1))

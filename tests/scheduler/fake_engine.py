@@ -13,19 +13,8 @@ from typing import Any, Self
 from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.scheduler import (
-    Drafter,
-    Grammar,
-    Policy,
-    Request,
-    RequestState,
-    RowPlan,
-    RowResult,
-    Scheduler,
-    Speculation,
-    StepPlan,
-    TokenEvent,
-)
+from chairlift.plan import ON_DEVICE, Grammar, RowPlan, RowResult, StepPlan
+from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 
 EOS, WORD = 1, 9
 _OPTIONS = {
@@ -50,7 +39,7 @@ class Plan:
 
 
 def written(plan: StepPlan, copies: Sequence[SlotCopy] = ()) -> Plan:
-    rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
+    rows = [(row.key.tag, row.num_new_tokens) for row in plan.rows]
     return Plan(rows, plan.num_decode_rows, plan.num_steps, list(copies))
 
 
@@ -137,8 +126,7 @@ class Driver:
         """Begins the next step, if there is anything to compute."""
         plan = self.scheduler.schedule()
         if plan.rows:
-            slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-            reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+            reservation = self.slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
             self.begin(plan)
             self.in_flight.append(plan)
             self.scheduler.advance(plan, reservation)
@@ -272,31 +260,29 @@ class FakeEngine(Driver):
     def begin(self, plan: StepPlan) -> None:
         """Computes, in slots that hold token ids."""
         self._copies = self._settle()
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         results = []
-        for row, slot in zip(plan.rows, slots, strict=True):
-            said = self._said[row.request.request_id]
-            num_computed = row.request.num_computed
-            assert self._contents[slot][:num_computed] == said[:num_computed], "it reads what is not its own"
-            guess = row.guess.tokens
+        for row in plan.rows:
+            said, slot, start = self._said[row.key.tag], row.slot, row.start
+            assert self._contents[slot][:start] == said[:start], "it reads what is not its own"
+            new = [*said[start : start + row.num_new_tokens - len(row.guess)], *row.guess]
+            assert list(row.input_ids) in (new, [ON_DEVICE]), "it computes what is not its own"
             sampled = self._sample(row, plan.num_steps) if row.is_sampled else []
-            new = [*said[num_computed : num_computed + row.num_new_tokens - len(guess)], *guess]
-            new += sampled[:-1] if not guess else []
+            new += sampled[:-1] if not row.guess else []
             assert len(new) == row.num_new_tokens + plan.num_steps - 1
-            self._contents[slot][num_computed:] = new
+            self._contents[slot][start:] = new
             said += sampled
             self.num_tokens_computed += len(new)
-            is_failing = row.is_sampled and row.request.request_id in self.failing
+            is_failing = row.is_sampled and row.key.tag in self.failing
             results.append(RowResult([], error="no number") if is_failing else RowResult(sampled))
         self._results.append(results)
 
     def _sample(self, row: RowPlan, num_steps: int) -> list[int]:
         """One token a step; with a guess, up to the first that is not what was guessed."""
-        sampled = [self._say(row.request.request_id) for _ in range(num_steps)]
-        for token in row.guess.tokens:
+        sampled = [self._say(row.key.tag) for _ in range(num_steps)]
+        for token in row.guess:
             if sampled[-1] != token:
                 break
-            sampled.append(self._say(row.request.request_id))
+            sampled.append(self._say(row.key.tag))
         return sampled
 
     def _say(self, name: str) -> int:

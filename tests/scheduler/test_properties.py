@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
-from chairlift.scheduler import Policy, Request, Speculation, StepPlan
+from chairlift.plan import StepPlan
+from chairlift.scheduler import Policy, Request, Speculation
 from tests.scheduler.fake_engine import EOS, NO_REUSE, FakeEngine, assert_nothing_is_left
 
 STOP, NUM_TOKENS = 0, 6  # token ids are drawn from [0, NUM_TOKENS)
@@ -91,7 +92,7 @@ class Run(FakeEngine):
             assert step < 2000, "it goes on for ever"
 
     def begin(self, plan: StepPlan) -> None:
-        assert all(row.request.num_remaining > 0 for row in plan.rows), "a length's end is known ahead"
+        assert all(self.requests[row.key.tag].num_remaining > 0 for row in plan.rows), "a length's end is known ahead"
         self.started.update(dict.fromkeys(request.request_id for request in self.scheduler.running))
         self.plans.append(plan)
         super().begin(plan)
@@ -105,7 +106,7 @@ def test_every_request_is_served_in_its_turn_in_time_and_to_its_right_end_by_pla
     for plan in run.plans:
         counts = [row.num_new_tokens for row in plan.rows]
         assert 1 <= sum(counts) <= world.budget
-        assert 1 <= len({row.request.request_id for row in plan.rows}) == len(plan.rows) <= world.num_slots
+        assert 1 <= len({row.key.tag for row in plan.rows}) == len(plan.rows) <= world.num_slots
         assert min(counts) >= 1
         assert counts[: plan.num_decode_rows] == [1] * plan.num_decode_rows
         assert 1 <= plan.num_steps <= world.max_steps

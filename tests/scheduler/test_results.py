@@ -8,7 +8,8 @@ import pytest
 from chairlift.cache.budget import Scrub
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, Logprob, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, TokenEvent
+from chairlift.plan import RowResult
+from chairlift.scheduler import Request, Scheduler, TokenEvent
 from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver, FakeEngine, Words
 
 OTHER_EOS, STOP = 2, 3
@@ -19,12 +20,12 @@ class Tower(Driver):
     """Plans as names and numbers of tokens, and results by name."""
 
     def begun(self) -> dict[str, int]:
-        return {row.request.request_id: row.num_new_tokens for row in self.launch().rows}
+        return {row.key.tag: row.num_new_tokens for row in self.launch().rows}
 
     def landed(self, **answers: list[int] | RowResult) -> list[TokenEvent]:
         """What was sampled for whom in the oldest launch, or WORD in every step."""
         plan = self.in_flight[0]
-        said = [answers.get(row.request.request_id, [WORD] * plan.num_steps * row.is_sampled) for row in plan.rows]
+        said = [answers.get(row.key.tag, [WORD] * plan.num_steps * row.is_sampled) for row in plan.rows]
         return self.land([each if isinstance(each, RowResult) else RowResult(each) for each in said])
 
     def step(self, **answers: list[int] | RowResult) -> list[TokenEvent]:
@@ -200,9 +201,10 @@ def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -
     tower = Tower().given(("a", [7], {"grammar": Words(5, 6)}))
     tower.step(a=[5])
     (row,) = tower.scheduler.schedule().rows
-    assert (row.num_new_tokens, row.request.num_computed) == (1, 1)
+    assert (row.num_new_tokens, row.start) == (1, 1)
     assert tower.step(a=RowResult([9], is_late=True)) == []
-    assert (row.request.token_ids, row.request.num_computed, row.request.num_pending) == ([7, 5], 1, 0)
+    request = tower.requests["a"]
+    assert (request.token_ids, request.num_computed, request.num_pending) == ([7, 5], 1, 0)
     assert tower.step(a=[6]) == [TokenEvent("a", [6], STOPPED)]
 
 
@@ -211,7 +213,7 @@ def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more
     (event,) = tower.step(a=RowResult([9], is_late=True, prompt_logprobs=scores))
     assert (event.new_token_ids, event.prompt_logprobs, event.finish_reason) == ([], scores, None)
     rows = tower.scheduler.schedule().rows
-    assert [(row.num_new_tokens, row.request.num_computed) for row in rows] == [(1, 2)]
+    assert [(row.num_new_tokens, row.start) for row in rows] == [(1, 2)]
     assert tower.step(a=[5])[0].finish_reason is STOPPED
     assert tower.slots.num_free == 4
 
@@ -356,4 +358,4 @@ def test_slots_that_were_claimed_before_are_none_of_its_business() -> None:
     for name in "abc":
         scheduler.add(Request(name, [1], SamplingParams(), 5, 0))
     scheduler.check()
-    assert [row.request.slot for row in scheduler.schedule().rows] == [0, 1]
+    assert [row.slot for row in scheduler.schedule().rows] == [0, 1]

@@ -1,5 +1,6 @@
 """Which slot a prompt gets and what of it is computed: literal plans, with contents checked at every launch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -221,6 +222,9 @@ def test_a_row_that_fails_takes_the_warm_slots_with_it_that_hold_what_it_reused(
 
 class Filter:
     follows_text = False
+
+    def forbidden_after(self, token_ids: Sequence[int], start: int) -> list[int]:  # noqa: ARG002
+        return []
 
 
 @pytest.mark.parametrize(

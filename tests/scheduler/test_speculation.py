@@ -10,7 +10,8 @@ import pytest
 
 from chairlift.config import Auto
 from chairlift.params import FinishReason, RequestOptions
-from chairlift.scheduler import Drafter, Guess, Policy, RowResult, Speculation, StepPlan
+from chairlift.plan import RowResult, StepPlan
+from chairlift.scheduler import Drafter, Guess, Policy, Speculation
 from chairlift.scheduler.drafting import Rates
 from chairlift.scheduler.speculation import StepTimes
 from tests.scheduler.fake_engine import EOS, Driver
@@ -28,7 +29,7 @@ def sing(driver: Driver, name: str, prompt: list[int], max_tokens: int = 20, **o
 
 
 def rows(plan: StepPlan) -> list[tuple[str, int, list[int]]]:
-    return [(row.request.request_id, row.num_new_tokens, list(row.guess.tokens)) for row in plan.rows]
+    return [(row.key.tag, row.num_new_tokens, list(row.guess)) for row in plan.rows]
 
 
 def began(driver: Driver, prompt: list[int], first: int, max_tokens: int = 20) -> None:
@@ -75,7 +76,7 @@ def test_an_answer_is_remembered_for_its_client_alone() -> None:
         driver.take(replace(request, new_drafter=partial(Drafter, len(SONG))))
         driver.launch()
         driver.land([RowResult([50])])
-        guessed.append(list(driver.launch().rows[0].guess.tokens))
+        guessed.append(list(driver.launch().rows[0].guess))
         driver.land([RowResult([51, 52, 53, 54, 55][: 1 + len(guessed[-1])])])
         while driver.has_work:
             driver.launch()
@@ -170,7 +171,7 @@ def test_what_a_grammar_forces_is_the_guess_and_where_none_can_be_verified_there
     driver.land([RowResult([13])])
     guessed = []
     for results in ([14], [60, 61, 11], [12], [9], [70]):
-        guessed.append(list(driver.launch().rows[0].guess.tokens))
+        guessed.append(list(driver.launch().rows[0].guess))
         driver.land([RowResult(results)])
     assert guessed == [[], [60, 61], [], [13, 14, 60, 61], [70, 71, 72, 73]]
 
@@ -207,7 +208,7 @@ def test_an_end_within_a_guess_is_the_end() -> None:
 def test_no_more_is_guessed_than_may_still_come(max_tokens: int, num_guessed: int) -> None:
     driver = engine()
     began(driver, [*SONG, 11, 12], 13, max_tokens)
-    assert [len(row.guess.tokens) for row in driver.launch().rows] == [num_guessed]
+    assert [len(row.guess) for row in driver.launch().rows] == [num_guessed]
 
 
 def test_prompts_come_first_in_the_budget() -> None:
@@ -298,7 +299,7 @@ def test_auto_verifies_what_is_expected_to_save_time(cost_of_a_token: float, num
         sing(driver, f"r{index}", [*range(20, 60), 100, 101, 102, *range(20, 40)], 60)
     driver.launch()
     driver.land([RowResult([40])] * num_rows)
-    assert [len(row.guess.tokens) for row in driver.launch().rows] == [expected] * num_rows
+    assert [len(row.guess) for row in driver.launch().rows] == [expected] * num_rows
 
 
 def test_auto_does_not_try_what_is_hardly_ever_right() -> None:
@@ -318,6 +319,6 @@ def test_a_text_that_is_said_again_takes_a_step_for_five_tokens() -> None:
     words, num_steps = cycle([14, 15, 16, 17, 18, 11, 12, 13]), 0
     while driver.has_work:
         plan = driver.launch()
-        driver.land([RowResult([next(words) for _ in range(1 + len(plan.rows[0].guess.tokens))])])
+        driver.land([RowResult([next(words) for _ in range(1 + len(plan.rows[0].guess))])])
         num_steps += 1
     assert num_steps == 8

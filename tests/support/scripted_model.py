@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from chairlift.engine.sampling import Guessed
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
-from chairlift.scheduler import RequestState
+from chairlift.plan import RowPlan
+from chairlift.scheduler import Request, Scheduler, TokenEvent
 from tests.support.checkpoints import make_checkpoint
 
 END_TOKEN = 257
@@ -78,28 +79,34 @@ def install_plan(monkeypatch: pytest.MonkeyPatch, directory: str, plan: Callable
     tokenizer = AutoTokenizer.from_pretrained(directory)
     written: dict[str, list[int]] = {}  # by request
 
-    def script_of(state: RequestState) -> list[int]:
-        if state.request_id not in written:
-            text = plan(str(tokenizer.decode(state.token_ids[: state.num_prompt_tokens])))
-            written[state.request_id] = [*tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
-        return written[state.request_id]
+    def script_of(tag: str) -> list[int]:
+        if tag not in written:
+            text = plan(str(tokenizer.decode(prompts.pop(tag))))
+            written[tag] = [*tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
+        return written[tag]
+
+    def add_and_note(self: Scheduler, *requests: Request) -> list[TokenEvent]:
+        prompts.update({request.request_id: list(request.prompt_token_ids) for request in requests})
+        return add(self, *requests)
+
+    prompts: dict[str, list[int]] = {}
+    add = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", add_and_note)
 
     _make_models_follow(monkeypatch, script_of)
 
 
-def _make_models_follow(monkeypatch: pytest.MonkeyPatch, script_of: Callable[[RequestState], list[int]]) -> None:
+def _make_models_follow(monkeypatch: pytest.MonkeyPatch, script_of: Callable[[str], list[int]]) -> None:
     prepare, sample = Sampler.prepare, Sampler.sample
-    rows: dict[int, list[tuple[list[int], int]]] = {}  # by batch: what each row writes, and how many tokens it has
+    scripts: dict[int, list[tuple[list[int], int]]] = {}  # by batch: what each row writes, and how many tokens it has
 
-    def prepare_and_note(
-        self: Sampler, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
-    ) -> SamplingBatch:
-        batch = prepare(self, requests, num_steps, guessed)
-        rows[id(batch)] = [(script_of(state), state.num_output_tokens) for state in requests]
+    def prepare_and_note(self: Sampler, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed) -> SamplingBatch:
+        batch = prepare(self, rows, num_steps, guessed)
+        scripts[id(batch)] = [(script_of(row.key.tag), row.num_output_tokens) for row in rows]
         return batch
 
     def follow(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
-        for row, (script, num_tokens) in enumerate(rows[id(batch)]):
+        for row, (script, num_tokens) in enumerate(scripts[id(batch)]):
             logits[row, script[min(num_tokens + step, len(script) - 1)]] += 1e4
         return sample(self, logits, batch, step)
 

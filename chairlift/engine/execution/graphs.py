@@ -26,10 +26,10 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.device import send, to_device
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
 from chairlift.models.attention import BatchMetadata, Forward, view_length
+from chairlift.plan import ON_DEVICE
 
 logger = logging.getLogger(__name__)
 
-ON_DEVICE = -1  # placeholder for an input token that only the device knows
 
 Replay = Callable[[], None]
 """Repeats the recorded work on the buffers' current contents."""

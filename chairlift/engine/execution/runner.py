@@ -17,14 +17,14 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
 from chairlift.device import Arrival, bring, on_device, send, to_device
-from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
+from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.params import TokenLogprobs
-from chairlift.scheduler import RequestState, RowPlan, RowResult, StepPlan
+from chairlift.plan import ON_DEVICE, RowPlan, RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,7 @@ class ModelRunner:
         If memory runs out, the launch ends at once, and its results say what happens to its rows.
         """
         begin = time.perf_counter()
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self._cache.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        reservation = self._cache.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
         with on_device(self._device):
             outputs = self._try(plan, reservation)
             if outputs is None:  # everything that it allocated is free by now
@@ -128,17 +127,16 @@ class ModelRunner:
             if self._is_divided:
                 raise
             logger.error("a step of %d rows ran out of memory: %s", len(plan.rows), str(error))
-            self._sampler.start_anew()
             return None
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
         """Runs a plan that only decodes from graphs; what these cannot sample is sampled operator by operator."""
-        requests, steps = [row.request for row in plan.rows], range(plan.num_steps)
-        sampling = prepare_graph_sampling(requests, plan.num_steps)
+        steps = range(plan.num_steps)
+        sampling = prepare_graph_sampling(plan.rows, plan.num_steps)
         graphs.load(_input_ids(plan.rows), cache, plan.num_steps, sampling)
         if sampling is not None:
             return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None, {})
-        batch, slots = self._sampler.prepare(requests, plan.num_steps), cache.lookup_table
+        batch, slots = self._sampler.prepare(plan.rows, plan.num_steps), cache.lookup_table
         return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
 
     def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
@@ -153,8 +151,8 @@ class ModelRunner:
         if not plan.is_decode:
             places = to_device(sampled.tokens, torch.int64, self._device)
             slots = slots[to_device(sampled.rows, torch.int64, self._device)]
-        requests = [plan.rows[row].request for row in sampled.rows]
-        sampling = self._prepare_sampling(requests, plan.num_steps, sampled.guessed)
+        rows = [plan.rows[index] for index in sampled.rows]
+        sampling = self._prepare_sampling(rows, plan.num_steps, sampled.guessed)
         prompt_scores: dict[int, LogprobTensors] = {}
         steps: list[Sampled] = []
         for step in range(plan.num_steps):
@@ -165,19 +163,19 @@ class ModelRunner:
             hidden = self._forward.hidden(batch, input_ids, inputs[0])
             if step == 0:
                 prompt_scores = self._score_prompts(plan, hidden)
-            if requests:
+            if rows:
                 steps.append(self._sample(self._forward.logits(hidden[places]), sampling, step, slots))
         return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, prompt_scores)
 
     def _prepare_sampling(
-        self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
+        self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed
     ) -> SamplingBatch | GraphSampling:
-        """For a graph, if there are any and the rows need no more than these offer."""
+        """For a graph, if there are any and the rows, by place, need no more than these offer."""
         if self._graphs is not None and not guessed:
-            by_graph = prepare_graph_sampling(requests, num_steps)
+            by_graph = prepare_graph_sampling(rows, num_steps)
             if by_graph is not None:
                 return by_graph
-        return self._sampler.prepare(requests, num_steps, guessed)
+        return self._sampler.prepare(rows, num_steps, guessed)
 
     def _sample(
         self, logits: torch.Tensor, sampling: SamplingBatch | GraphSampling, step: int, slots: torch.Tensor
@@ -194,22 +192,17 @@ class ModelRunner:
         scores: dict[int, LogprobTensors] = {}
         start = 0
         for index, row in enumerate(plan.rows):
-            request = row.request
-            first = max(request.num_computed, request.num_scored)  # not again what a preempted row recomputes
-            end = min(request.num_computed + row.num_new_tokens, request.num_prompt_tokens - 1)
-            if request.prompt_logprobs is not None and first < end:
-                shift = start - request.num_computed
-                following = request.token_ids[first + 1 : end + 1]
-                own = hidden[first + shift : end + shift]
-                scores[index] = score_tokens(own, following, request.prompt_logprobs, self._forward.logits)
+            scoring = row.work.scoring
+            if scoring is not None:
+                first = start + scoring.first
+                own = hidden[first : first + len(scoring.token_ids)]
+                scores[index] = score_tokens(own, scoring.token_ids, scoring.num_top, self._forward.logits)
             start += row.num_new_tokens
         return scores
 
     def _first_batch(self, plan: StepPlan) -> BatchMetadata:
         """The batch of the plan's first step."""
-        requests = [row.request for row in plan.rows]
-        num_new = tuple(row.num_new_tokens for row in plan.rows)
-        num_cached = tuple(request.num_computed for request in requests)
+        num_new, num_cached = tuple(plan.num_new_tokens), tuple(row.start for row in plan.rows)
         offsets = torch.tensor([0, *accumulate(num_new)], dtype=torch.int32)
         # A token's position: its index in the batch, less where its row starts, plus the row's cached tokens.
         shifts = torch.tensor(num_cached) - offsets[:-1]
@@ -217,7 +210,7 @@ class ModelRunner:
         return BatchMetadata(
             row_offsets=send(offsets, self._device),
             positions=send(positions, self._device),
-            slots=tuple(request.slot for request in requests if request.slot is not None),
+            slots=tuple(plan.slots),
             num_new_tokens=num_new,
             num_cached_tokens=num_cached,
             num_decode_rows=plan.num_decode_rows,
@@ -226,12 +219,7 @@ class ModelRunner:
 
 def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
     """The input tokens of a step, row by row; `ON_DEVICE` for those that the host does not know."""
-    token_ids: list[int] = []
-    for row in rows:
-        start = row.request.num_computed
-        token_ids += row.request.token_ids[start : start + row.num_new_tokens] or [ON_DEVICE]
-        token_ids += row.guess.tokens
-    return token_ids
+    return [token for row in rows for token in row.input_ids]
 
 
 def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetadata:
@@ -252,11 +240,11 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
     sampled_at: dict[int, RowResult] = {}  # by the place of its first token
     place = 0
     for index, row in enumerate(plan.rows):
-        end = place + (1 + len(row.guess.tokens) if row.is_sampled else 0)
+        end = place + (1 + len(row.guess) if row.is_sampled else 0)
         drawn = [token for steps in sampled[place:end] for token in steps]
         own = drawn if masks is None else masks.in_time(place, drawn)
-        own = up_to_wrong(own, row.guess.tokens) if row.guess.tokens else own
-        wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
+        own = up_to_wrong(own, row.guess) if row.guess else own
+        wants_logprobs = row.is_sampled and row.key.params.logprobs is not None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
             logprobs=[each for _ in range(place, end) for each in next(logprobs)] if wants_logprobs else [],
@@ -288,7 +276,7 @@ def _results_without_memory(plan: StepPlan) -> list[RowResult]:
     failed = RowResult(error=_NO_MEMORY, has_bad_surplus=True)
     num_repeated = 0 if plan.is_decode else plan.num_decode_rows
     return [
-        RowResult(is_late=True) if index < num_repeated and not row.guess.tokens else failed
+        RowResult(is_late=True) if index < num_repeated and not row.guess else failed
         for index, row in enumerate(plan.rows)
     ]
 

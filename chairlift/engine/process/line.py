@@ -13,7 +13,8 @@ from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Leave, LocalEngine, Taken, describe_death
 from chairlift.errors import EngineDead
 from chairlift.params import StructuredOutputs
-from chairlift.scheduler import Grammar, Request
+from chairlift.plan import Grammar
+from chairlift.scheduler import Request
 
 _FEW_SCORES = 100  # in a message; more are pickled in a thread
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
 
-from chairlift.scheduler import StepPlan
+from chairlift.plan import StepPlan
 
 Guessed = Mapping[int, Sequence[int]]
 """By row of the logits: the guessed tokens between the request's own tokens and the one that is sampled.
@@ -37,7 +37,7 @@ class Places:
         end = 0
         for index, row in enumerate(plan.rows):
             end += row.num_new_tokens
-            guess = row.guess.tokens
+            guess = row.guess
             if guess:
                 guessed |= {len(tokens) + count: guess[:count] for count in range(len(guess) + 1)}
             if row.is_sampled:

@@ -16,9 +16,8 @@ import torch
 
 from chairlift.device import compiled_on_gpu, send, to_device
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
-from chairlift.engine.sampling.token_rules import has_penalty
 from chairlift.params import SamplingParams
-from chairlift.scheduler import RequestState
+from chairlift.plan import RowPlan
 
 INVALID_TOKEN = -1  # drawn from logits that are not finite, or if masks allow no token
 
@@ -59,17 +58,17 @@ class DrawBatch:
 
     @classmethod
     def of(
-        cls, requests: Sequence[RequestState], num_steps: int, device: torch.device, guessed: Guessed = NOTHING_GUESSED
+        cls, rows: Sequence[RowPlan], num_steps: int, device: torch.device, guessed: Guessed = NOTHING_GUESSED
     ) -> Self | None:
-        """None if every row is greedy."""
-        rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-        if not rows:
+        """`rows`: by place. None if every row is greedy."""
+        places = [place for place, row in enumerate(rows) if not row.key.params.is_greedy]
+        if not places:
             return None
-        drawing = [requests[row] for row in rows]
-        kind = max(DrawKind.of(request.params) for request in drawing)
-        num_guessed = [len(guessed.get(row, ())) for row in rows] if guessed else ()
+        drawing = [rows[place] for place in places]
+        kind = max(DrawKind.of(row.key.params) for row in drawing)
+        num_guessed = [len(guessed.get(place, ())) for place in places] if guessed else ()
         return cls(
-            kind, to_device(rows, torch.int64, device), send(draw_table(drawing, num_steps, num_guessed), device)
+            kind, to_device(places, torch.int64, device), send(draw_table(drawing, num_steps, num_guessed), device)
         )
 
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
@@ -82,10 +81,10 @@ class DrawBatch:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
-def draw_table(requests: Sequence[RequestState], num_steps: int, num_guessed: Sequence[int] = ()) -> torch.Tensor:
+def draw_table(rows: Sequence[RowPlan], num_steps: int, num_guessed: Sequence[int] = ()) -> torch.Tensor:
     """The table for the steps of a launch, on the host."""
-    knobs = np.array([_knobs_of(request.params) for request in requests])
-    return torch.from_numpy(np.concatenate((knobs.T, uniforms(requests, num_steps, num_guessed))))
+    knobs = np.array([_knobs_of(row.key.params) for row in rows])
+    return torch.from_numpy(np.concatenate((knobs.T, uniforms(rows, num_steps, num_guessed))))
 
 
 def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:
@@ -95,7 +94,7 @@ def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:
 
 
 def _knobs_of(params: SamplingParams) -> list[float]:
-    """A request's entries in the first rows of a table; harmless ones if it does not draw."""
+    """A sequence's entries in the first rows of a table; harmless ones if it does not draw."""
     return [
         float(not params.is_greedy),
         min(max(params.temperature, _COLDEST), _HOTTEST),
@@ -170,17 +169,15 @@ def _mass_within(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return torch.where(-scaled < limit, scaled.exp(), 0.0).sum(dim=-1, keepdim=True)
 
 
-def uniforms(
-    requests: Sequence[RequestState], num_steps: int, num_guessed: Sequence[int] = ()
-) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), `[num_steps, R]`: a hash of each request's seed and of the index of the token to draw.
+def uniforms(rows: Sequence[RowPlan], num_steps: int, num_guessed: Sequence[int] = ()) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), `[num_steps, R]`: a hash of each row's seed and of the index of the token to draw.
 
-    `num_guessed`: by row, guessed tokens between the request's own tokens and that token; empty: none.
+    `num_guessed`: by row, guessed tokens between the row's own tokens and that token; empty: none.
     The finalizer of SplitMix64 (Steele, Lea & Flood 2014), its state stepped to the token's index; 32 bits are used.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
-    seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64)
-    indices = np.array([request.num_output_tokens + 1 for request in requests], dtype=np.uint64)
+    seeds = np.array([row.key.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
+    indices = np.array([row.num_output_tokens + 1 for row in rows], dtype=np.uint64)
     if num_guessed:
         indices += np.array(num_guessed, dtype=np.uint64)
     steps = np.arange(num_steps, dtype=np.uint64)[:, None]
@@ -205,12 +202,12 @@ class GraphSampling:
     table: torch.Tensor | None  # on the host; None: no row draws
 
 
-def prepare_graph_sampling(requests: Sequence[RequestState], num_steps: int) -> GraphSampling | None:
+def prepare_graph_sampling(rows: Sequence[RowPlan], num_steps: int) -> GraphSampling | None:
     """None if one of the rows needs more than a graph offers."""
-    if not all(map(_is_graph_enough, requests)):
+    if not all(map(_is_graph_enough, rows)):
         return None
-    kind = max((DrawKind.of(request.params) for request in requests), default=DrawKind.GREEDY)
-    return GraphSampling(kind, None if kind is DrawKind.GREEDY else draw_table(requests, num_steps))
+    kind = max((DrawKind.of(row.key.params) for row in rows), default=DrawKind.GREEDY)
+    return GraphSampling(kind, None if kind is DrawKind.GREEDY else draw_table(rows, num_steps))
 
 
 def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -226,9 +223,9 @@ def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, s
     return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
 
 
-def _is_graph_enough(request: RequestState) -> bool:
-    params = request.params
-    has_mask = request.grammar is not None or request.token_filter is not None
-    may_not_end = bool(request.end_token_ids) and request.num_output_tokens < request.min_tokens
-    wants_more = params.logit_bias or params.logprobs is not None or has_penalty(params)
+def _is_graph_enough(row: RowPlan) -> bool:
+    key = row.key
+    has_mask = key.grammar is not None or key.token_filter is not None
+    may_not_end = bool(key.end_token_ids) and row.num_output_tokens < key.min_tokens
+    wants_more = key.params.logit_bias or key.params.logprobs is not None or key.params.has_penalty
     return not (has_mask or may_not_end or wants_more)

@@ -28,7 +28,7 @@ from chairlift.device import send, to_device
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
 from chairlift.params import GRAMMAR_LIMIT
-from chairlift.scheduler import Grammar
+from chairlift.plan import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class TokenGrammar:
     """
 
     def __init__(self, compiled: CompiledGrammar, threads: "MaskThreads") -> None:
-        self.is_ready = True  # see `scheduler.Grammar`
+        self.is_ready = True  # see `plan.Grammar`
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
         self.hit_limit = False  # the error is that the grammar costs too much
@@ -86,12 +86,12 @@ class TokenGrammar:
         return mask
 
     def foresee(self) -> Sequence[int] | None:
-        """See `scheduler.Grammar`."""
+        """See `plan.Grammar`."""
         self._foresees = True
         return None if self.sampled or self.ahead is None else self._forced
 
     def advance(self, token_id: int) -> bool:
-        """See `scheduler.Grammar`. Submits the token if `MaskThreads.take` did not get it; waits until it is taken."""
+        """See `plan.Grammar`. Submits the token if `MaskThreads.take` did not get it; waits until it is taken."""
         if not self.sampled:
             self.threads.wait(lambda: self.next_mask is not None)
             self.threads.take([(self, [token_id])])

@@ -19,7 +19,7 @@ from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.token_rules import PenaltyBatch, PenaltyState, RuleFilter, TokenIds
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
-from chairlift.scheduler import Request, RequestState
+from chairlift.plan import ON_DEVICE, RowPlan, SamplingKey, Work
 
 _BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
 
@@ -93,7 +93,7 @@ class _RowAdditions(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    """Parts of a request that may have thousands of entries, as arrays."""
+    """Parts of a row's key that may have thousands of entries, as arrays."""
 
     bias: _RowAdditions
     no_end: _RowAdditions  # forbids its end tokens
@@ -126,21 +126,22 @@ class Sampler:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._penalties = PenaltyState(vocab_size, num_slots, device)
-        self._constants: dict[RequestState, _Constants] = {}  # for the rows of the last launch
+        self._constants: dict[SamplingKey, _Constants] = {}  # for the rows of the last launch
 
-    def prepare(
-        self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed = NOTHING_GUESSED
-    ) -> SamplingBatch:
-        """Gathers the parameters of the rows that will be sampled, once per launch."""
-        wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    def prepare(self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed = NOTHING_GUESSED) -> SamplingBatch:
+        """Gathers what the rows that will be sampled ask for, once per launch. A row with a guess has several places.
+
+        `rows`: by place, that is by row of the logits.
+        """
+        wanting = [place for place, row in enumerate(rows) if row.key.params.logprobs is not None]
         return SamplingBatch(
-            masks=PendingMasks.of([request.grammar for request in requests], guessed),
+            masks=PendingMasks.of([row.key.grammar for row in rows], guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
-            num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
-            additions=self._additions(requests, num_steps, guessed),
-            refused=self._refused(requests),
-            penalties=self._penalties.prepare(requests, guessed),
-            draws=DrawBatch.of(requests, num_steps, self._device, guessed),
+            num_top_logprobs=[rows[place].key.params.logprobs or 0 for place in wanting],
+            additions=self._additions(rows, num_steps, guessed),
+            refused=self._refused(rows),
+            penalties=self._penalties.prepare(rows, guessed),
+            draws=DrawBatch.of(rows, num_steps, self._device, guessed),
         )
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
@@ -168,34 +169,32 @@ class Sampler:
     def rehearse(self, logits: torch.Tensor) -> None:
         """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
         params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
-        requests = [_rehearsing(params, slot) for slot in range(len(logits))]
-        self.sample(logits, self.prepare(requests, num_steps=1), step=0)
+        key = SamplingKey("rehearsal", params, seed=0, num_prompt_tokens=1)
+        work = Work(is_sampled=True, history=[0])
+        rows = [RowPlan(key, slot, 0, (ON_DEVICE,), 0, work) for slot in range(len(logits))]
+        self.sample(logits, self.prepare(rows, num_steps=1), step=0)
 
-    def start_anew(self) -> None:
-        """Called after a failed launch: discards the token counts, which may or may not include its tokens."""
-        self._penalties.forget_owners()
-
-    def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
+    def _additions(self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
         """Bad words depend on the tokens that the host knows: where that matters, only the first step counts."""
         known, self._constants = self._constants, {}
         in_all: list[tuple[int, _RowAdditions]] = []
         may_not_end: list[int] = []
-        for row, request in enumerate(requests):
-            may_end = not _may_not_end(request, len(guessed.get(row, ())))
-            if request.params.logit_bias or not may_end:
-                self._constants[request] = known.get(request) or _constants_of(request)
-                in_all.append((row, self._constants[request].bias))
+        for place, row in enumerate(rows):
+            key = row.key
+            may_end = not _may_not_end(row, len(guessed.get(place, ())))
+            if key.params.logit_bias or not may_end:
+                self._constants[key] = known.get(key) or _constants_of(key)
+                in_all.append((place, self._constants[key].bias))
             if not may_end:
-                may_not_end.append(row)
-            if isinstance(request.token_filter, RuleFilter):
-                words = request.token_filter.forbidden_after(request.token_ids, request.num_prompt_tokens)
-                in_all.append((row, _forbid(words)))
+                may_not_end.append(place)
+            if len(row.work.forbidden):
+                in_all.append((place, _forbid(np.asarray(row.work.forbidden, dtype=np.int64))))
         if not may_not_end:
             return [self._send(in_all)] * num_steps
         steps = []
         for step in range(num_steps):
-            rows = [row for row in may_not_end if _may_not_end(requests[row], step + len(guessed.get(row, ())))]
-            steps.append(self._send(in_all + [(row, self._constants[requests[row]].no_end) for row in rows]))
+            held = [place for place in may_not_end if _may_not_end(rows[place], step + len(guessed.get(place, ())))]
+            steps.append(self._send(in_all + [(place, self._constants[rows[place].key].no_end) for place in held]))
         return steps
 
     def _send(self, parts: list[tuple[int, _RowAdditions]]) -> _Additions | None:
@@ -207,29 +206,23 @@ class Sampler:
         values = np.concatenate([part.values for _, part in parts])
         return _Additions(*(send(torch.from_numpy(each), self._device) for each in (rows, tokens, values)))
 
-    def _refused(self, requests: Sequence[RequestState]) -> dict[int, torch.Tensor]:
+    def _refused(self, rows: Sequence[RowPlan]) -> dict[int, torch.Tensor]:
         return {
-            row: refused
-            for row, request in enumerate(requests)
-            if isinstance(request.token_filter, RuleFilter)
-            and (refused := request.token_filter.rules.refused_on(self._device)) is not None
+            place: refused
+            for place, row in enumerate(rows)
+            if isinstance(row.key.token_filter, RuleFilter)
+            and (refused := row.key.token_filter.rules.refused_on(self._device)) is not None
         }
 
 
-def _rehearsing(params: SamplingParams, slot: int) -> RequestState:
-    request = RequestState(Request(f"rehearsal-{slot}", [0], params, max_tokens=1, seed=0), arrival_time=0.0)
-    request.slot = slot
-    return request
+def _may_not_end(row: RowPlan, num_more: int) -> bool:
+    """Whether with `num_more` more tokens the row is below its min_tokens, and has tokens that would end it."""
+    return bool(row.key.end_token_ids) and row.num_output_tokens + num_more < row.key.min_tokens
 
 
-def _may_not_end(request: RequestState, num_more: int) -> bool:
-    """Whether with `num_more` more tokens the request is below its min_tokens, and has tokens that would end it."""
-    return bool(request.end_token_ids) and request.num_output_tokens + num_more < request.min_tokens
-
-
-def _constants_of(request: RequestState) -> _Constants:
-    bias = request.params.logit_bias
-    tokens, ends = (np.array(list(each), dtype=np.int64) for each in (bias, request.end_token_ids))
+def _constants_of(key: SamplingKey) -> _Constants:
+    bias = key.params.logit_bias
+    tokens, ends = (np.array(list(each), dtype=np.int64) for each in (bias, key.end_token_ids))
     return _Constants(_RowAdditions(tokens, np.array(list(bias.values()), dtype=np.float32)), _forbid(ends))
 
 

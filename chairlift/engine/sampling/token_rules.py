@@ -8,7 +8,6 @@ sequence has its own state: a `RuleFilter`, and a `PatternWatch`. An `Automaton`
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from chairlift.device import send, to_device
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.errors import InvalidRequest
 from chairlift.params import RepetitionDetection, SamplingParams
-from chairlift.scheduler import RequestState
+from chairlift.plan import RowPlan
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -162,7 +161,7 @@ class TokenRules:
 
 
 class RuleFilter:
-    """One sequence's state in its rules; see `scheduler.TokenFilter`."""
+    """One sequence's state in its rules; see `plan.TokenFilter`."""
 
     def __init__(self, rules: TokenRules) -> None:
         self.rules = rules
@@ -270,47 +269,39 @@ class PenaltyState:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._shape = (num_slots, vocab_size)
         self._device = device
-        self._owners: dict[int, ref[RequestState]] = {}  # weak, so that ended requests do not stay in memory
-        self._num_generated = torch.empty(0)  # int32 [n_slots, vocab]
+        self._num_generated: torch.Tensor | None = None  # int32 [n_slots, vocab]
         self._is_in_prompt = torch.empty(0)  # bool [n_slots, vocab]
 
-    def prepare(self, requests: Sequence[RequestState], guessed: Guessed = NOTHING_GUESSED) -> PenaltyBatch | None:
-        """None if no request has a penalty. Starts the counts of requests that are new in their slots."""
-        rows = [row for row, request in enumerate(requests) if has_penalty(request.params)]
-        if not rows:
+    def prepare(self, rows: Sequence[RowPlan], guessed: Guessed = NOTHING_GUESSED) -> PenaltyBatch | None:
+        """None if no row has a penalty. Starts the counts of rows that come with a history."""
+        chosen = [index for index, row in enumerate(rows) if row.key.params.has_penalty]
+        if not chosen:
             return None
-        slots: list[int] = []
-        for row in rows:
-            request = requests[row]
-            assert request.slot is not None, "a request without a slot is sampled"
-            # A row that needs its newest token keeps only one token of a launch, but all were counted.
-            owner = self._owners.get(request.slot)
-            is_new = owner is None or owner() is not request or request.needs_newest_token
-            if is_new and request.slot not in slots[-1:]:  # once for all rows of a guess
-                self._start(request, request.slot)
-            slots.append(request.slot)
-        for slot in {slots[index] for index, row in enumerate(rows) if row in guessed}:
-            del self._owners[slot]  # only the host knows which of the tokens count, so the counts start again
-        before = [(index, token) for index, row in enumerate(rows) for token in guessed.get(row, ())]
-        params = [requests[row].params for row in rows]
+        for index in chosen:
+            if not guessed.get(index):  # once for all places of a guess
+                self._start(rows[index])
+        slots = [rows[index].slot for index in chosen]
+        before = [(index, token) for index, row in enumerate(chosen) for token in guessed.get(row, ())]
+        params = [rows[index].key.params for index in chosen]
         factors = [
             [p.repetition_penalty for p in params],
             [p.presence_penalty for p in params],
             [p.frequency_penalty for p in params],
         ]
         return PenaltyBatch(
-            rows=to_device(rows, torch.int64, self._device),
+            rows=to_device(chosen, torch.int64, self._device),
             slots=to_device(slots, torch.int64, self._device),
             factors=to_device(factors, torch.float32, self._device),
             guessed_rows=to_device([index for index, _ in before], torch.int64, self._device),
             guessed_tokens=to_device([token for _, token in before], torch.int64, self._device),
-            counted=to_device([i for i, row in enumerate(rows) if row not in guessed], torch.int64, self._device),
+            counted=to_device([i for i, row in enumerate(chosen) if row not in guessed], torch.int64, self._device),
         )
 
     def apply(self, batch: PenaltyBatch, logits: torch.Tensor) -> None:
         """Changes those rows of `[N, vocab]` in place."""
         chosen = logits[batch.rows]
         repetition, presence, frequency = batch.factors.unsqueeze(2)  # [P, 1] each
+        assert self._num_generated is not None, "a row's counts have not begun"
         num_generated = self._num_generated[batch.slots]
         if len(batch.guessed_rows):
             ones = torch.ones_like(batch.guessed_tokens, dtype=num_generated.dtype)
@@ -325,26 +316,18 @@ class PenaltyState:
 
     def count(self, batch: PenaltyBatch, tokens: torch.Tensor) -> None:
         """Counts the sampled tokens, int64 `[N]`, of the rows without a guess."""
+        assert self._num_generated is not None, "a row's counts have not begun"
         self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
 
-    def forget_owners(self) -> None:
-        """Makes the counts of all requests start again."""
-        self._owners.clear()
-
-    def _start(self, request: RequestState, slot: int) -> None:
-        if not self._num_generated.numel():
-            self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+    def _start(self, row: RowPlan) -> None:
+        """Counts a row's history, if there is one."""
+        if row.work.history is None:
+            return
+        if self._num_generated is None:
             self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        # If it had another slot before, forget the counts there, which would be stale if it returned.
-        self._owners = {each: owner for each, owner in self._owners.items() if owner() not in (request, None)}
-        self._owners[slot] = ref(request)
-        token_ids = to_device(request.token_ids, torch.int64, self._device)
-        prompt, generated = token_ids[: request.num_prompt_tokens], token_ids[request.num_prompt_tokens :]
-        self._is_in_prompt[slot].zero_().index_fill_(0, prompt, True)
+            self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        token_ids = to_device(row.work.history, torch.int64, self._device)
+        prompt, generated = token_ids[: row.key.num_prompt_tokens], token_ids[row.key.num_prompt_tokens :]
+        self._is_in_prompt[row.slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones_like(generated, dtype=torch.int32)
-        self._num_generated[slot].zero_().index_add_(0, generated, ones)  # bincount would wait for the device
-
-
-def has_penalty(params: SamplingParams) -> bool:
-    """True if tokens that were seen before change which come next."""
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        self._num_generated[row.slot].zero_().index_add_(0, generated, ones)  # bincount would wait for the device

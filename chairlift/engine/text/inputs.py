@@ -25,7 +25,8 @@ from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
-from chairlift.scheduler import Drafter, Grammar, Request
+from chairlift.plan import Grammar
+from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
 

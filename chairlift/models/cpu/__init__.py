@@ -240,26 +240,26 @@ class _Weights:
             return self._place(pack_grouped(weight, bias))
         is_narrow = self._quantization is Quantization.INT4 and not is_head
         rounded = quantize(weight, 4 if is_narrow else 8)
-        rest = None
+        residual = None
         if num_exact:
             last = rounded.rows(slice(-num_exact, None))
             lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
-            rest = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
-        return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), rest)
+            residual = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
+        return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), residual)
 
-    def _place(self, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> Matrix:
-        """`rest`: the rounding errors of the last columns, in the same format."""
+    def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
+        """`residual`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
         places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias")}
-        if rest is not None:
-            places |= {f"rest_{name}": self._keep(getattr(rest, name)) for name in parts}
+        if residual is not None:
+            places |= {f"residual_{name}": self._keep(getattr(residual, name)) for name in parts}
         return Matrix(
             columns=matrix.num_outputs,
             depth=matrix.depth,
             num_bits=matrix.num_bits,
             group_size=matrix.group_size,
             scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
-            first_rest=0 if rest is None else matrix.num_outputs - rest.num_outputs,
+            first_residual=0 if residual is None else matrix.num_outputs - residual.num_outputs,
             **places,
         )
 

@@ -189,7 +189,7 @@ class GroupedLinear(nn.Module):
 def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal, but in rows where a factor lies so near the middle of two 8-bit numbers that it became the other one.
 
-    Or where a group lies so near the limit above which it has a rest. What attends to such a row differs, too.
+    Or where a group lies so near the limit above which it has a residual. What attends to such a row differs, too.
     """
     errors = (ours - theirs).abs().amax(dim=1) / theirs.abs().amax()
     assert errors.amax() < 0.05

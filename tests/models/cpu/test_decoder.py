@@ -252,13 +252,13 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
 
 def expected_bytes(is_tied: bool, number_format: Format) -> int:
     """A model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
-    num_rests = 64 if number_format.quantization else 0  # rows: what rounding took of the weights of values
-    num_weights = 2 * 64 * (192 + num_rests + 64 + 384 + 192)
+    num_residuals = 64 if number_format.quantization else 0  # rows: what rounding took of the weights of values
+    num_weights = 2 * 64 * (192 + num_residuals + 64 + 384 + 192)
     bits = {None: (8 * number_format.dtype.itemsize,) * 2, "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
     in_layers, in_head = bits[number_format.quantization]
     num_bytes = int(num_weights * in_layers + 128 * 64 * in_head) // 8
     if number_format.quantization:
-        num_bytes += (2 * (192 + num_rests + 64 + 384 + 64) + 128) * 4  # units of scales
+        num_bytes += (2 * (192 + num_residuals + 64 + 384 + 64) + 128) * 4  # units of scales
     num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
     num_bytes += SLOT_LEN * 32 * 4  # rotary tables
     return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)

@@ -1,8 +1,8 @@
 // A decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by operator.
 //
-// Residuals are float32. Products multiply the model's number format T, or 8-bit integers in groups if W is Group and
-// the matrix is not plain (plain ones are of the format T). Queries and keys are rotated right after their product, and
-// keys and values then go into their slots. All threads of a Team run every function below that takes one.
+// The residual stream is float32. Products multiply the model's number format T, or 8-bit integers in groups if W is
+// Group and the matrix is not plain (plain ones are of the format T). Queries and keys are rotated right after their
+// product, and keys and values then go into their slots. All threads of a Team run every function below that takes one.
 #pragma once
 
 #include "linear.h"
@@ -18,7 +18,7 @@ template <class T, class W> struct Forward {
     const Batch& batch;
     const int64_t heads_per_group, num_tokens;
     const float query_scale;  // scores are logarithms to base 2
-    float* x;                 // residuals [T][stride]
+    float* x;                 // the residual stream [T][stride]
     int64_t x_stride;
     float* added;  // output of attention or MLP, if a norm follows it: likewise
     float* heads;  // if norms span all heads: queries, keys and values [T][num_columns]
@@ -215,7 +215,7 @@ template <class T, class W> struct Forward {
             }
     }
 
-    // Adds a product's tile to the residual, or writes it to `added` if a norm comes first.
+    // Adds a product's tile to the residual stream, or writes it to `added` if a norm comes first.
     void add_product(int64_t column, int64_t row, int count, const float* c, int stride, int width) const {
         const int64_t start = row * x_stride + column;
         if (model.layers->post_attention_norm) {
@@ -229,7 +229,7 @@ template <class T, class W> struct Forward {
             for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
     }
 
-    // Adds `added` after its norm, if there is one, to the residual; then makes the rows for the next matrix.
+    // Adds `added` after its norm, if there is one, to the residual stream; then makes the rows for the next matrix.
     void normalize_all(Team& team, const float* after, const float* before, const Matrix& next) const {
         team.share_rows(num_tokens, [&](int64_t t) {
             if (after) add_normalized(t, after);

@@ -11,9 +11,9 @@
 // They are float16 or unsigned bytes: such a scale is the byte, and such an offset -240 times the byte. (With scales up
 // to 255 units, weights on both sides of 0 need offsets from 0 down to -15 * 16 times as much.)
 //
-// Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. If a number is far larger than the
-// rest of its row, its group loses more than all others: so there the rounding errors are a group with a scale of its
-// own, and are multiplied as well. (In a language model these are 17 % of the groups, with 7/8 of the error.)
+// Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. A group with a number far larger than
+// the others of its row loses more than all other groups. So there the rounding errors, the group's residual, are a
+// group with a scale of its own, and are multiplied as well.
 //
 // The sum over 32 products of integers is exact; what groups add to an element of C is one chain of additions over the
 // depth, as in product.h.
@@ -53,22 +53,22 @@ struct Group {
 
 // Up to 32 rows that are multiplied at once, stored depth first, so that a product reads them in order.
 struct GroupedRows {
-    const Group* groups;      // [depth / GROUP][stride]
-    const Group* rests;       // likewise: rounding errors, where `has_rest`
-    const uint8_t* has_rest;  // is 1; 32 bytes can be read from any place
+    const Group* groups;          // [depth / GROUP][stride]
+    const Group* residuals;       // likewise: rounding errors, where `has_residual`
+    const uint8_t* has_residual;  // is 1; 32 bytes can be read from any place
     int64_t stride;
 
-    // The rows that have a rest, as a bit mask.
-    INLINE uint32_t rests_of(int64_t place, int rows) const {
+    // The rows that have a residual, as a bit mask.
+    INLINE uint32_t residuals_of(int64_t place, int rows) const {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-        const __m256i flags = load<__m256i>(has_rest + place);
+        const __m256i flags = load<__m256i>(has_residual + place);
         return uint32_t(_mm256_test_epi8_mask(flags, flags) & ((uint64_t(1) << rows) - 1));
 #elif defined(__AVX2__)
-        const __m256i highest_bits = _mm256_slli_epi16(load<__m256i>(has_rest + place), 7);
+        const __m256i highest_bits = _mm256_slli_epi16(load<__m256i>(has_residual + place), 7);
         return uint32_t(_mm256_movemask_epi8(highest_bits)) & uint32_t((uint64_t(1) << rows) - 1);
 #else
         uint32_t bits = 0;
-        for (int r = 0; r < rows; r++) bits |= uint32_t(has_rest[place + r]) << r;
+        for (int r = 0; r < rows; r++) bits |= uint32_t(has_residual[place + r]) << r;
         return bits;
 #endif
     }
@@ -373,9 +373,9 @@ INLINE void add_tiled(const Group* groups, int rows, const u32_register (&words)
 
 #endif
 
-// Adds the products of all rows' groups at `place`, and of their rests, with `words` to C.
+// Adds the products of all rows' groups at `place`, and of their residuals, with `words` to C.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
-INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t rests,
+INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t residuals,
                      const u32_register (&words)[PANELS][GROUP_WORDS], const f32_register (&scales)[PANELS],
                      const f32_register (&offsets)[PANELS], float* c, int64_t ldc) {
     const Group* groups = a.groups + place;
@@ -390,9 +390,9 @@ INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t res
         add_group<BITS, HAS_OFFSETS, GROUPS_AT_ONCE>(groups + r, words, scales, offsets, c + r * ldc, ldc);
     for (; r < rows; r++)
         add_group<BITS, HAS_OFFSETS, 1>(groups + r, words, scales, offsets, c + r * ldc, ldc);
-    for (; rests; rests &= rests - 1) {
-        const int rest = __builtin_ctz(rests);
-        add_group<BITS, HAS_OFFSETS, 1>(a.rests + place + rest, words, scales, offsets, c + rest * ldc, ldc);
+    for (; residuals; residuals &= residuals - 1) {
+        const int row = __builtin_ctz(residuals);
+        add_group<BITS, HAS_OFFSETS, 1>(a.residuals + place + row, words, scales, offsets, c + row * ldc, ldc);
     }
 }
 
@@ -417,7 +417,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
             if (HAS_OFFSETS) all_offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
-            const uint32_t rests = a.rests_of(place, rows);
+            const uint32_t residuals = a.residuals_of(place, rows);
             u32x16 all_words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++)
                 load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, all_words[p]);
@@ -431,7 +431,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
                     scales[p] = register_of<f32_register>(all_scales[p], lane);
                     offsets[p] = register_of<f32_register>(all_offsets[p], lane);
                 }
-                add_rows<BITS, HAS_OFFSETS>(a, place, rows, rests, words, scales, offsets, c + lane, ldc);
+                add_rows<BITS, HAS_OFFSETS>(a, place, rows, residuals, words, scales, offsets, c + lane, ldc);
             }
         }
     }

@@ -8,7 +8,7 @@ extern "C" {
 struct Layer {
     Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up alternate
     // Norms [hidden, padded to 16 with zeros] of the inputs of attention and MLP, and of their outputs before these are
-    // added to the residual; null where there is none.
+    // added to the residual stream; null where there is none.
     const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
     const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation

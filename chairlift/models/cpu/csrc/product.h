@@ -25,14 +25,15 @@ struct Matrix {
     const void *scales, *offsets;
     const float* units;
     int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
-    // The rounding errors of the columns from `first_rest` on, in groups as well; null: they are not kept.
-    const void *rest_panels, *rest_scales, *rest_offsets;
-    const float* rest_units;
-    int64_t first_rest;  // the first of them, where a unit of panels begins
+    // The rounding errors of the columns from `first_residual` on, in groups as well; null: they are not kept.
+    const void *residual_panels, *residual_scales, *residual_offsets;
+    const float* residual_units;
+    int64_t first_residual;  // the first of them, where a unit of panels begins
 
-    Matrix rest() const {
+    Matrix residual() const {
         Matrix own = *this;
-        own.panels = rest_panels, own.scales = rest_scales, own.offsets = rest_offsets, own.units = rest_units;
+        own.panels = residual_panels, own.scales = residual_scales;
+        own.offsets = residual_offsets, own.units = residual_units;
         return own;
     }
 };

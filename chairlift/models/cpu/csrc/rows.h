@@ -55,16 +55,16 @@ template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
     static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and rounding errors
     static constexpr int64_t FETCHED_BYTES = 0;  // the product itself prefetches the next panels
-    Group *groups, *rests;  // [count / block_rows][stride / GROUP][block_rows]
-    uint8_t* has_rest;      // likewise
+    Group *groups, *residuals;  // [count / block_rows][stride / GROUP][block_rows]
+    uint8_t* has_residual;      // likewise
     int64_t block_rows, stride;
 
     Rows(Arena& arena, int64_t count, int64_t width)
         : block_rows(count < ROWS_AT_ONCE ? count : ROWS_AT_ONCE), stride(pad(width, 64)) {
         const int64_t num_groups = pad(count, block_rows ? block_rows : 1) * stride / GROUP;
         groups = arena.take<Group>(num_groups);
-        rests = arena.take<Group>(num_groups);
-        has_rest = arena.take<uint8_t>(num_groups + ROWS_AT_ONCE);
+        residuals = arena.take<Group>(num_groups);
+        has_residual = arena.take<uint8_t>(num_groups + ROWS_AT_ONCE);
     }
 
     int64_t place_of(int64_t row, int64_t k) const {
@@ -74,27 +74,27 @@ template <> struct Rows<Group> {
     // The rounding errors of a group with a magnitude above the limit are stored as well.
     void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float limit) const {
         const int64_t place = place_of(row, k);
-        has_rest[place] = !(quantize(first, second, groups[place]) <= limit);
-        if (has_rest[place]) quantize(first, second, rests[place]);
+        has_residual[place] = !(quantize(first, second, groups[place]) <= limit);
+        if (has_residual[place]) quantize(first, second, residuals[place]);
     }
 
     void clear_padding(int64_t row, int64_t width) const {
         for (int64_t k = width; k < stride; k += GROUP) {
             groups[place_of(row, k)] = {};
-            has_rest[place_of(row, k)] = 0;
+            has_residual[place_of(row, k)] = 0;
         }
     }
 
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
                      Fetch) const {
-        const int64_t place = place_of(row, 0), first = matrix.first_rest / LANES;
-        const GroupedRows a{groups + place, rests + place, has_rest + place, block_rows};
+        const int64_t place = place_of(row, 0), first = matrix.first_residual / LANES;
+        const GroupedRows a{groups + place, residuals + place, has_residual + place, block_rows};
         multiply(a, rows, matrix, panel, panels, c, ldc);
-        if (!matrix.rest_panels || panel < first) return;
+        if (!matrix.residual_panels || panel < first) return;
         const int width = panels * LANES;
         alignas(64) float more[ROWS_AT_ONCE * MOST_HEAD_DIM];
-        multiply(a, rows, matrix.rest(), panel - first, panels, more, width);
+        multiply(a, rows, matrix.residual(), panel - first, panels, more, width);
         for (int r = 0; r < rows; r++)
             for (int k = 0; k < width; k += LANES)
                 store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));

@@ -183,25 +183,25 @@ INLINE int32_t max_of16(i32x16 x) {
 #endif
 }
 
-// 2^x: floor(x) goes into the exponent, and a polynomial computes the rest (a minimax fit of 2^r on [0, 1) that is
+// 2^x: floor(x) goes into the exponent, and a polynomial takes the fraction (a minimax fit of 2^r on [0, 1) that is
 // exact at 0, so that what is not scaled stays as it is) to a relative error of 1e-7, or of 9e-5 for bfloat16 results,
 // whose own is 4e-3. Far below it is exactly 0, so that keys masked with a very negative score have no weight.
 template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)
-    f32x16 rest = bit_cast<f32x16>(_mm512_reduce_ps(bit_cast<__m512>(x), FRACTION));
+    f32x16 fraction = bit_cast<f32x16>(_mm512_reduce_ps(bit_cast<__m512>(x), FRACTION));
 #else
     x = select(x < -127.0f, splat(-127.0f), select(x > 126.0f, splat(126.0f), x));
     f32x16 whole = convert<f32x16>(convert<i32x16>(x));
     whole = select(whole > x, whole - 1.0f, whole);
-    const f32x16 rest = x - whole;
+    const f32x16 fraction = x - whole;
 #endif
     constexpr float fine[]{1.86713013e-3f, 9.01703016e-3f, 5.57999133e-2f, 2.40164450e-1f, 6.93151312e-1f, 1.0f};
     constexpr float coarse[]{7.7067040e-2f, 2.2764500e-1f, 6.9511679e-1f, 1.0f};
     constexpr bool IS_COARSE = sizeof(T) == 2;
     f32x16 p = splat(IS_COARSE ? coarse[0] : fine[0]);
 #pragma GCC unroll 5
-    for (int i = 1; i < (IS_COARSE ? 4 : 6); i++) p = fma16(p, rest, splat(IS_COARSE ? coarse[i] : fine[i]));
+    for (int i = 1; i < (IS_COARSE ? 4 : 6); i++) p = fma16(p, fraction, splat(IS_COARSE ? coarse[i] : fine[i]));
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // p 2^floor(x)
 #else

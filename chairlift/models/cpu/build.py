@@ -366,7 +366,7 @@ def file_name(instruction_set: InstructionSet) -> str:
     """The library's name: a digest of everything it depends on except the compiler."""
     flags = (instruction_set, _COMPILE_FLAGS, _LINK_FLAGS, platform.machine())
     digest = hashlib.sha256(repr(flags).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(_SOURCES.rglob("*.*")):
         digest.update(source.read_bytes())
     return f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
 

@@ -4,8 +4,8 @@ A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words 
 of one output) are transposed: word k of all 16 outputs, then word k + 1. So sequential reads deliver what a processor's
 dot-product instructions take. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
-Integers in groups become bytes as in `csrc/grouped.h`: 8 bits with 128 added; with 4 bits, words 2 k and 2 k + 1 are
-the low and high halves of one. Their scales and offsets are transposed likewise.
+Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits with 128 added; with 4 bits, words 2 k and
+2 k + 1 are the low and high halves of one. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
 first in both halves, and the angle of the others is 0.

@@ -1,4 +1,4 @@
-"""The structures that the native code is given, field by field as in `csrc/model.h` and `csrc/product.h`."""
+"""The structures that the native code is given, field by field as in `csrc/model.h`."""
 
 import ctypes
 from ctypes import POINTER, c_double, c_int64, c_void_p

@@ -176,7 +176,7 @@ def test_other_sources_or_flags_make_another_library(copying: Cache) -> None:
     copying.patch.setattr(build, "_SOURCES", sources)
     build.load_library(None)
     assert copying.library == before
-    with (sources / "team.h").open("a") as header:
+    with (sources / "grouped" / "plain.h").open("a") as header:
         header.write("// changed\n")
     build.load_library(None)
     assert (len(copying.names), len(copying.calls)) == (2, 2)

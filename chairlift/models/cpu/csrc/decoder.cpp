@@ -1,4 +1,14 @@
 // The library's entries: a forward pass, and the logits of some of its rows.
+//
+//     model.h       what Python passes
+//     vector/       sixteen lanes on every instruction set, number formats, arithmetic
+//     product/      the product of float32 and bfloat16: panels, registers, tiles of AMX
+//     grouped/      the product of integers in groups, with a file for each instruction set
+//     attention/    attention over slots: how it is cut into tasks, and what a task does
+//     rows.h        activations as the next product multiplies them
+//     team.h        threads, and how they share work; memory.h: the memory that they work in
+//     linear.h      a product with weights, shared among threads
+//     forward.h     the layers
 
 #include "forward.h"
 
@@ -44,9 +54,9 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
     Arena arena{static_cast<char*>(workspace)};
     Rows<W> rows(arena, num_rows, model.hidden);
     const int64_t padded = pad(model.hidden, LANES);
-    T* own = arena.take<T>(num_rows * padded);
+    T* own = arena.allocate<T>(num_rows * padded);
     const int64_t num_counters = LOGITS_STAGES * num_threads;
-    Counter* counters = arena.take<Counter>(num_counters);
+    Counter* counters = arena.allocate<Counter>(num_counters);
     if (!workspace) return arena.used;
     std::memset((void*)counters, 0, sizeof(Counter) * num_counters);
     in_parallel(num_threads, counters, num_counters, [&](Team team) {
@@ -72,7 +82,7 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 
 }  // namespace
 
-// The number formats of model and weights: 0 float32, 1 bfloat16, 2 float32 with weights in groups, 3 bfloat16 likewise.
+// Number formats of model and weights: 0 float32, 1 bfloat16, 2 float32 with weights in groups, 3 bfloat16 likewise.
 #define CHAIRLIFT_FOR_FORMAT(format, function, ...)                            \
     switch (format) {                                                          \
         case 0: return function<float, float>(__VA_ARGS__);                    \

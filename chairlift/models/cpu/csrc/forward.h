@@ -6,7 +6,7 @@
 #pragma once
 
 #include "linear.h"
-#include "slot_attention.h"
+#include "attention/slot_attention.h"
 
 struct Token {
     int32_t position;
@@ -16,7 +16,7 @@ struct Token {
 template <class T, class W> struct Forward {
     const Model& model;
     const Batch& batch;
-    const int64_t heads_per_group, num_tokens;
+    const int64_t heads_per_kv_head, num_tokens;
     const float query_scale;  // scores are logarithms to base 2
     float* x;                 // the residual stream [T][stride]
     int64_t x_stride;
@@ -37,17 +37,17 @@ template <class T, class W> struct Forward {
     int64_t num_counters() const { return (OTHER_STAGES + STAGES_PER_LAYER * model.num_layers) * num_threads; }
 
     Forward(const Model& m, const Batch& b, Arena& arena, int threads)
-        : model(m), batch(b), heads_per_group(m.num_heads / m.num_kv_heads), num_tokens(b.num_tokens),
+        : model(m), batch(b), heads_per_kv_head(m.num_heads / m.num_kv_heads), num_tokens(b.num_tokens),
           query_scale(float(m.attention_scale * LOG2_E)),
-          x(arena.take<float>(b.num_tokens * pad(m.hidden, LANES))), x_stride(pad(m.hidden, LANES)),
-          added(arena.take<float>(m.layers->post_attention_norm ? b.num_tokens * x_stride : 0)),
-          heads(arena.take<float>(m.are_heads_normed_as_one ? b.num_tokens * m.layers->qkv.columns : 0)),
+          x(arena.allocate<float>(b.num_tokens * pad(m.hidden, LANES))), x_stride(pad(m.hidden, LANES)),
+          added(arena.allocate<float>(m.layers->post_attention_norm ? b.num_tokens * x_stride : 0)),
+          heads(arena.allocate<float>(m.are_heads_normed_as_one ? b.num_tokens * m.layers->qkv.columns : 0)),
           normed(arena, b.num_tokens, m.hidden), projected(arena, b.num_tokens, m.num_heads * m.head_dim),
-          activated(arena, b.num_tokens, m.intermediate), tokens(arena.take<Token>(b.num_tokens)),
+          activated(arena, b.num_tokens, m.intermediate), tokens(arena.allocate<Token>(b.num_tokens)),
           plain(arena, has_plain(m) ? b.num_tokens : 0, m.hidden), attended(before(projected, arena)),
           gated(before(activated, arena)), attention(m, b, threads, arena, attended.values, attended.stride),
           num_threads(threads) {
-        counters = arena.take<Counter>(num_counters());
+        counters = arena.allocate<Counter>(num_counters());
     }
 
     // Where a product's rows are written in the model's format: in place, or in rows of their own before quantization.
@@ -84,8 +84,6 @@ template <class T, class W> struct Forward {
             for (int32_t t = batch.row_offsets[row], i = 0; t < batch.row_offsets[row + 1]; t++, i++)
                 tokens[t] = {batch.cache_lengths[row] + i, batch.slots[row] * batch.slot_stride};
     }
-
-    // ---- the stages ----
 
     void embed(int64_t t) const {
         const int64_t token = batch.input_ids[t], hidden = model.hidden;
@@ -152,8 +150,8 @@ template <class T, class W> struct Forward {
             const Token token = tokens[t];
             T* slot = cache + token.slot + token.position * batch.token_stride;
             if (head < model.num_heads) {
-                const int64_t group = head / heads_per_group, member = head % heads_per_group;
-                T* to = attention.queries + ((group * num_tokens + t) * heads_per_group + member) * dim;
+                const int64_t kv_head = head / heads_per_kv_head, member = head % heads_per_kv_head;
+                T* to = attention.queries + ((kv_head * num_tokens + t) * heads_per_kv_head + member) * dim;
                 rotate(layer, c, token.position, query_scale, to);
             } else if (head < model.num_heads + num_keys) {
                 rotate(layer, c, token.position, 1.0f, slot + (head - model.num_heads) * dim);
@@ -191,7 +189,8 @@ template <class T, class W> struct Forward {
             else
                 gate<false>(c, stride, count, width, to);
         };
-        normalize_all(team, index ? model.layers[index - 1].post_mlp_norm : nullptr, layer.pre_attention_norm, layer.qkv);
+        const float* after_last = index ? model.layers[index - 1].post_mlp_norm : nullptr;
+        normalize_all(team, after_last, layer.pre_attention_norm, layer.qkv);
         project_heads(team, index);
         const TaskList& list = attention.tasks;
         team.share(list.count, [&](int64_t i) { attention.attend(index, list.tasks[i], scratch); });

@@ -1,12 +1,12 @@
 // Products with weights, shared among threads.
 #pragma once
 
-#include "product.h"
+#include "model.h"
 #include "rows.h"
 #include "team.h"
 
 constexpr int TWO_TILES_LINES = 32;  // cache lines of weights per step of a product
-constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
+constexpr int UNIT_PANELS = 4;          // of a unit, which a thread multiplies at a time: 64 columns
 constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache: limit for rows while weights are streamed
 
 // From this many rows per thread on, each thread has rows of its own, which stay in its cache from one product to the
@@ -33,7 +33,7 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
         // The next unit's weights are prefetched while this one's are multiplied, a share with each block of rows.
         const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-        const int64_t unit_bytes = stride * depth * Rows<W>::FETCHED_BYTES, slice = pad(unit_bytes / steps, 64);
+        const int64_t unit_bytes = stride * depth * Rows<W>::PREFETCHED_BYTES, slice = pad(unit_bytes / steps, 64);
         const int lines_per_step = steps > 1 ? int((TWO_TILES_LINES + steps - 1) / steps) : 0;
         const char* next = static_cast<const char*>(matrix.panels) + (unit + 1) * unit_bytes;
         for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {

@@ -1,9 +1,32 @@
-// What Python passes: cpu/structures.py has structures with the same fields in the same order, and compares their sizes.
+// The structures that Python passes: cpu/structures.py has the same fields in the same order, and compares the sizes.
 #pragma once
 
-#include "product.h"
+#include <cstdint>
 
 extern "C" {
+
+// The weights of a linear layer, in panels: product/panel.h and grouped/panel.h draw them. The fields after the depth
+// are those of weights in groups.
+struct Matrix {
+    const void* panels;
+    const float* bias;  // [columns], or null
+    int64_t columns;
+    int64_t depth;  // with padding
+    const void *scales, *offsets;
+    const float* units;
+    int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
+    // The rounding errors of the columns from `first_residual` on, in groups as well; null: they are not kept.
+    const void *residual_panels, *residual_scales, *residual_offsets;
+    const float* residual_units;
+    int64_t first_residual;  // the first of them, where a unit of panels begins
+
+    Matrix residual() const {
+        Matrix own = *this;
+        own.panels = residual_panels, own.scales = residual_scales;
+        own.offsets = residual_offsets, own.units = residual_units;
+        return own;
+    }
+};
 
 struct Layer {
     Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up alternate

@@ -1,37 +1,23 @@
-// Rows of activations, in the number format that the next product multiplies, and their memory.
+// Rows of activations, in the number format that the next product multiplies.
 #pragma once
 
-#include "checks.h"
-#include "grouped.h"
+#include "grouped/product.h"
+#include "memory.h"
+#include "product/product.h"
 
 constexpr int ROWS_AT_ONCE = 32;
 constexpr int MOST_HEAD_DIM = 256;  // columns that are multiplied at once, at most
-
-constexpr int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// Cuts one piece of memory, which starts at a cache line, into arrays that do so.
-struct Arena {
-    char* base;
-    int64_t used = 0;
-
-    template <class T> T* take(int64_t count) {
-        CHECK(count >= 0 && reinterpret_cast<uintptr_t>(base) % 64 == 0);
-        T* start = reinterpret_cast<T*>(base + used);
-        used += pad(count * int64_t(sizeof(T)), 64);
-        return start;
-    }
-};
 
 // The rows that a product multiplies, in the number format for weights W. `stride`: elements of a row, with padding.
 template <class W> struct Rows {
     static constexpr bool IS_QUANTIZED = false;
     static constexpr int64_t ELEMENT_BYTES = sizeof(W);
-    static constexpr int64_t FETCHED_BYTES = sizeof(W);  // of each weight of the next unit, while one is multiplied
+    static constexpr int64_t PREFETCHED_BYTES = sizeof(W);  // of each weight of the next unit, while one is multiplied
     W* values;
     int64_t stride;
 
     Rows(Arena& arena, int64_t count, int64_t width)
-        : values(arena.take<W>(count * pad(width, 64))), stride(pad(width, 64)) {}
+        : values(arena.allocate<W>(count * pad(width, 64))), stride(pad(width, 64)) {}
 
     void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float) const {
         store32(values + row * stride + k, first, second);
@@ -44,9 +30,9 @@ template <class W> struct Rows {
 
     // Columns of some panels, for `count` rows.
     void multiply_by(const Matrix& matrix, int64_t row, int count, int64_t panel, int panels, float* c, int64_t ldc,
-                     Fetch fetch) const {
+                     Prefetch prefetch) const {
         const W* weights = static_cast<const W*>(matrix.panels) + panel * LANES * matrix.depth;
-        multiply(values + row * stride, stride, count, weights, panels, matrix.depth, c, ldc, fetch);
+        multiply(values + row * stride, stride, count, weights, panels, matrix.depth, c, ldc, prefetch);
     }
 };
 
@@ -54,7 +40,7 @@ template <class W> struct Rows {
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
     static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and rounding errors
-    static constexpr int64_t FETCHED_BYTES = 0;  // the product itself prefetches the next panels
+    static constexpr int64_t PREFETCHED_BYTES = 0;  // the product itself prefetches the next panels
     Group *groups, *residuals;  // [count / block_rows][stride / GROUP][block_rows]
     uint8_t* has_residual;      // likewise
     int64_t block_rows, stride;
@@ -62,9 +48,9 @@ template <> struct Rows<Group> {
     Rows(Arena& arena, int64_t count, int64_t width)
         : block_rows(count < ROWS_AT_ONCE ? count : ROWS_AT_ONCE), stride(pad(width, 64)) {
         const int64_t num_groups = pad(count, block_rows ? block_rows : 1) * stride / GROUP;
-        groups = arena.take<Group>(num_groups);
-        residuals = arena.take<Group>(num_groups);
-        has_residual = arena.take<uint8_t>(num_groups + ROWS_AT_ONCE);
+        groups = arena.allocate<Group>(num_groups);
+        residuals = arena.allocate<Group>(num_groups);
+        has_residual = arena.allocate<uint8_t>(num_groups + ROWS_AT_ONCE);
     }
 
     int64_t place_of(int64_t row, int64_t k) const {
@@ -87,7 +73,7 @@ template <> struct Rows<Group> {
 
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
-                     Fetch) const {
+                     Prefetch) const {
         const int64_t place = place_of(row, 0), first = matrix.first_residual / LANES;
         const GroupedRows a{groups + place, residuals + place, has_residual + place, block_rows};
         multiply(a, rows, matrix, panel, panels, c, ldc);

@@ -111,8 +111,14 @@ struct Barrier {
 #endif
 };
 
-// Each thread has a contiguous share of a stage's units, so that it reads memory in order; a thread that is done early
-// takes units of the others' shares. Stages follow one another in the same order on every thread.
+// Each thread has a contiguous share of a stage's units, so that it reads memory in order. A thread that is done early
+// goes on with units of the others' shares, beginning with the next thread's. For 11 units, such as tasks of attention:
+//
+//     thread      0          1            2
+//     units    | 0 1 2 | 3 4 5 6 | 7 8 9 10 |
+//     counter    taken    taken     taken        how many units of the share have begun, or more
+//
+// Stages follow one another in the same order on every thread, and each has counters of its own.
 struct Team {
     const int rank, size;
     Counter* counters;  // [stages][size], all 0 at first; those of the next stage

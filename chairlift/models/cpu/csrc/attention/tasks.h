@@ -1,30 +1,41 @@
 // Attention of a batch, cut into tasks that threads take.
+//
+// A row of few queries is one task for all its key/value heads, or for each MOST_HEADS of them. If that makes too few
+// tasks for the threads, the row is split: several tasks have a share of its chunks each. With 3 shares of 820 keys:
+//
+//     keys     0       128       256       384       512       640       768 820
+//     chunks   |    0    |    1    |    2    |    3    |    4    |    5    | 6 |
+//     states   |   s0    |   s1    |   s2    |   s3    |   s4    |   s5    | s6|
+//     tasks    |------ share 0 ----|------ share 1 ----|-------- share 2 ------|
+//
+// Each task leaves a SoftmaxState for each of its chunks and heads. The task that ends last merges s0 to s6, in this
+// order; a task that is not split merges its chunks in the same order as it goes. So the bits of the result do not
+// depend on the number of shares. Rows of many queries, which are parts of prompts, are cut by heads and by
+// MOST_QUERIES queries instead. Tasks are the units that `Team::share` hands out: see team.h.
 #pragma once
 
-#include "attention.h"
-#include "model.h"
-#include "rows.h"
+#include "../memory.h"
+#include "../model.h"
+#include "chunk.h"
 
 // Some queries of one row and some heads, and a share of the chunks that these see.
 struct Task {
     int32_t row, head, num_heads, first_query, num_queries, share, num_shares;
-    int32_t group;  // of tasks that share the chunks of these queries; -1: this one has them all
-    int64_t first_partial;  // of the group, which has one for each chunk and head
+    int32_t split;        // number of the split of which this is a share; -1: this task has all chunks
+    int64_t first_state;  // of the split, which has one state for each chunk and head
 };
 
 struct TaskList {
     const Model& model;
     const Batch& batch;
-    const int64_t group_size;  // query heads of a key/value head
+    const int64_t heads_per_kv_head;  // query heads
     Task* tasks;
     int64_t count = 0;
-    int64_t num_groups = 0;    // rows whose chunks several tasks share, by block of heads
-    int64_t num_partials = 0;  // of all groups
+    int64_t num_splits = 0;
+    int64_t num_states = 0;  // of all splits
 
-    // A row of few queries is one task for all its heads (or MOST_HEADS of them). Where that does not make enough
-    // tasks for the threads, several share the chunks of a row's keys.
     TaskList(const Model& m, const Batch& b, int num_threads, Arena& arena)
-        : model(m), batch(b), group_size(m.num_heads / m.num_kv_heads) {
+        : model(m), batch(b), heads_per_kv_head(m.num_heads / m.num_kv_heads) {
         const int64_t heads = model.num_kv_heads, head_blocks = (heads + MOST_HEADS - 1) / MOST_HEADS;
         int64_t num_small = 0, num_large = 0;
         for (int64_t row = 0; row < batch.num_rows; row++) {
@@ -35,7 +46,7 @@ struct TaskList {
         }
         constexpr int64_t TASKS_PER_THREAD = 4;
         const int64_t shares = num_small ? (TASKS_PER_THREAD * num_threads - 1) / (num_small + num_large) + 1 : 1;
-        tasks = arena.take<Task>(num_small * shares + num_large);
+        tasks = arena.allocate<Task>(num_small * shares + num_large);
         is_dry_run = arena.base == nullptr;
         for (int32_t row = 0; row < batch.num_rows; row++) {
             const int32_t length = batch.cache_lengths[row] + batch.row_offsets[row + 1] - batch.row_offsets[row];
@@ -51,17 +62,17 @@ struct TaskList {
     bool is_dry_run = false;  // only to learn how much memory it takes
 
     int32_t queries_of(int64_t row) const {
-        return int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * group_size);
+        return int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * heads_per_kv_head);
     }
 
     void plan_small(int32_t row, int32_t shares, int64_t chunks) {
         const int32_t heads = int32_t(model.num_kv_heads);
         for (int32_t head = 0; head < heads; head += MOST_HEADS) {
-            const int32_t group = shares > 1 ? int32_t(num_groups++) : -1;
+            const int32_t split = shares > 1 ? int32_t(num_splits++) : -1;
             const int32_t num_heads = heads - head < MOST_HEADS ? heads - head : MOST_HEADS;
             for (int32_t s = 0; s < shares; s++)
-                add({row, head, num_heads, 0, queries_of(row), s, shares, group, num_partials});
-            if (shares > 1) num_partials += chunks * num_heads;
+                add({row, head, num_heads, 0, queries_of(row), s, shares, split, num_states});
+            if (shares > 1) num_states += chunks * num_heads;
         }
     }
 

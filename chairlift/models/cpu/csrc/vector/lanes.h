@@ -140,12 +140,12 @@ template <class To, class From> INLINE To convert(From from) {
         return __builtin_convertvector(from, To);
 }
 
-// Lanes of `a` where the mask is set, else of `b`.
-template <class Mask, class V> INLINE V select(Mask mask, V a, V b) {
+// Lanes of `a` where the condition holds, else of `b`.
+template <class C, class V> INLINE V select(C condition, V a, V b) {
     if constexpr (IS_PAIR<V>)
-        return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
+        return {select(condition.lo, a.lo, b.lo), select(condition.hi, a.hi, b.hi)};
     else
-        return mask ? a : b;
+        return condition ? a : b;
 }
 
 INLINE f32x16 splat(float x) { return x - f32x16{}; }

@@ -1,0 +1,72 @@
+// Keys, values and queries as panels of a product (see product/registers.h).
+#pragma once
+
+#include "../product/product.h"
+
+// `n` rows [head_dim], `stride` elements apart -> panels of `padded` columns, the rest zeros.
+template <class T> static void pack_columns(const T* rows, int64_t stride, int n, int padded, int head_dim, T* panels) {
+    constexpr int PACK = Pack<T>;
+    for (int first = 0; first < padded; first += LANES) {
+        T* panel = panels + first * head_dim;
+        for (int k = 0; k < head_dim; k += LANES * PACK) {
+            u32x16 words[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                words[i] = first + i < n ? load<u32x16>(rows + (first + i) * stride + k) : u32x16{};
+            transpose16(words);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) store_raw(panel + (k / PACK + i) * LANES * PACK, words[i]);
+        }
+    }
+}
+
+// Values of `n` tokens, `stride` elements apart -> panels of depth `depth` >= n, the rest zeros.
+INLINE void pack_values(const float* values, int64_t stride, int n, int depth, int head_dim, float* panels) {
+    for (int d = 0; d < head_dim; d += LANES)
+        for (int key = 0; key < depth; key++)
+            store16(panels + d * depth + key * LANES, key < n ? load16(values + key * stride + d) : f32x16{});
+}
+
+#if defined(__AVX512BW__)
+// The fast interleave of two rows orders 32 elements as 0-3 8-11 16-19 24-27, then 4-7 12-15 20-23 28-31:
+// `restore_order` corrects the output, once for all keys.
+INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int head_dim, bf16* panels) {
+    constexpr int KEYS_AT_ONCE = 32;  // panels are 4 KB apart: few of them fit into the first-level cache at a time
+    for (int start = 0; start < depth; start += KEYS_AT_ONCE)
+        for (int d = 0; d < head_dim; d += 2 * LANES)
+            for (int key = start; key < start + KEYS_AT_ONCE; key += 2) {
+                const bf16* even = values + key * stride + d;
+                __m512i low = key < n ? load<__m512i>(even) : _mm512_setzero_si512();
+                __m512i high = key + 1 < n ? load<__m512i>(even + stride) : _mm512_setzero_si512();
+                bf16* to = panels + d * depth + key * LANES;
+                store_raw(to, _mm512_unpacklo_epi16(low, high));
+                store_raw(to + depth * LANES, _mm512_unpackhi_epi16(low, high));
+            }
+}
+
+template <int START> struct InterleavedQuarters {  // of two registers: START to START + 3 of each, then the next four
+    static constexpr int of(int i) { return START + i / 8 * 4 + i % 4 + (i & 4 ? LANES : 0); }
+};
+
+INLINE void restore_order(bf16, f32x16& first, f32x16& second) {
+    const f32x16 a = first, b = second;
+    first = shuffle<InterleavedQuarters<0>>(a, b);
+    second = shuffle<InterleavedQuarters<8>>(a, b);
+}
+#else
+INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int head_dim, bf16* panels) {
+    for (int key = 0; key < depth; key += 2) {
+        const bf16* even = values + key * stride;
+        for (int d = 0; d < head_dim; d += LANES) {
+            u32x16 low{}, high{};
+            if (key < n) low = load16(&even[d].bits);
+            if (key + 1 < n) high = load16(&even[stride + d].bits);
+            store_raw(panels + d * depth + key * LANES, low | (high << 16));
+        }
+    }
+}
+
+INLINE void restore_order(bf16, f32x16&, f32x16&) {}
+#endif
+
+INLINE void restore_order(float, f32x16&, f32x16&) {}

@@ -1,0 +1,56 @@
+// The innermost step of a product: one vector of each panel, times the elements of some rows.
+#pragma once
+
+#include "../vector/arithmetic.h"
+
+// The factors in a vector of `Pack` neighbours of each column, part by part.
+template <int PART> INLINE f32x16 part_of(f32x16 words) { return words; }
+template <int PART> INLINE f32x16 part_of(u32x16 words) {  // two bfloat16
+    return bit_cast<f32x16>(PART ? words & 0xffff0000u : words << 16);
+}
+
+template <class T> struct Factor { typedef u32x16 type; };
+template <> struct Factor<float> { typedef f32x16 type; };
+
+// Adds the products with the rows of A from `a` on, which have the row stride lda.
+template <int PART, int PARTS, int ROWS, int PANELS, class Words>
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t lda, const Words (&words)[PANELS]) {
+    f32x16 factors[PANELS];
+    for (int p = 0; p < PANELS; p++) factors[p] = part_of<PART>(words[p]);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        const f32x16 element = splat(a[r * lda + PART]);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) sum[r][p] = fma16(element, factors[p], sum[r][p]);
+    }
+    if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, lda, words);
+}
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define CHAIRLIFT_MULTIPLIES_BF16
+
+// Adds the products of pairs.
+INLINE f32_register add_pair(f32_register sum, int32_t pair, u32_register words) {
+#if defined(__AVX512BF16__)
+    const __m512i all = _mm512_set1_epi32(pair);
+    return bit_cast<f32_register>(
+        _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(all), bit_cast<__m512bh>(words)));
+#else
+    const bfloat16x8_t all = bit_cast<bfloat16x8_t>(vdupq_n_s32(pair));
+    return bit_cast<f32_register>(vbfdotq_f32(bit_cast<float32x4_t>(sum), all, bit_cast<bfloat16x8_t>(words)));
+#endif
+}
+template <class H, class Words> INLINE Pair<H> add_pair(Pair<H> sum, int32_t pair, Words words) {
+    return {add_pair(sum.lo, pair, words.lo), add_pair(sum.hi, pair, words.hi)};
+}
+
+template <int PART, int PARTS, int ROWS, int PANELS>
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda, const u32x16 (&words)[PANELS]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        const int32_t pair = load<int32_t>(a + r * lda);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) sum[r][p] = add_pair(sum[r][p], pair, words[p]);
+    }
+}
+#endif

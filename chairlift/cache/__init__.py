@@ -1,5 +1,5 @@
 """Cache slots: their owners and lengths (`ledger`), their share of memory (`budget`), an index of their tokens
-(`prefixes`), their tensors (`manager`), and the memory of these (`memory`).
+(`prefixes`), what layers keep in them (`layout`), their tensors (`manager`), and the memory of these (`memory`).
 
 The public names are loaded on first use, so that the scheduler can import the ledger without importing torch.
 """
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import CacheFull
 
 if TYPE_CHECKING:
+    from chairlift.cache.layout import KVCacheParams
     from chairlift.cache.manager import (
         ContinuousBatchingKVCacheCollection,
         ContinuousBatchingKVCacheManager,
         InputSymbol,
-        KVCacheParams,
     )
 
 __all__ = [
@@ -28,6 +28,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from chairlift.cache import manager
+    from chairlift.cache import layout, manager
 
-    return getattr(manager, name)
+    return getattr(layout if hasattr(layout, name) else manager, name)

@@ -1,4 +1,4 @@
-"""The continuous-batching KV cache: a pool of slots, one tensor per device, handed out as borrowed views.
+"""The continuous-batching KV cache: a pool of slots, a tensor per device for layers of equal shape, and borrowed views.
 
 Calls for one request, in order: `claim`, `fetch` and `step` for its prompt (whole or in chunks), `fetch` and `step` per
 decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit` for callers
@@ -6,38 +6,17 @@ that hold the views of a fetch. The engine's scheduler, which knows no tensors, 
 the runner made, so lengths grow in one place only.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from chairlift.cache.layout import CacheLayout, Kept, KVCacheParams, Place
 from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
 from chairlift.cache.memory import MappedMemory, allocate_blocks
 from chairlift.device import send
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheParams:
-    """Element type, heads and head size of the cache, and the number of devices that share the heads."""
-
-    dtype: torch.dtype
-    n_kv_heads: int
-    head_dim: int
-    n_devices: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("n_kv_heads", "head_dim", "n_devices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_kv_heads % self.n_devices:
-            raise ValueError(f"n_kv_heads ({self.n_kv_heads}) is not divisible by n_devices ({self.n_devices})")
-
-    @property
-    def n_kv_heads_per_device(self) -> int:
-        return self.n_kv_heads // self.n_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +33,8 @@ class ContinuousBatchingKVCacheCollection:
     """One device's cache as a forward pass sees it: the blocks, and where its rows are in them. Owns nothing.
 
     Keys and values of row i occupy `blocks[lookup_table[i], :, layer, :cache_lengths[i]]`; the forward appends after
-    them. Everything beyond is stale and must never be read.
+    them. Everything beyond is stale and must never be read. If layers differ, `blocks` is the tensor of the first
+    group of equal layers, and `places` tells where the planes of each are; the two getters know.
     """
 
     blocks: torch.Tensor  # [n_slots, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]
@@ -64,13 +44,18 @@ class ContinuousBatchingKVCacheCollection:
     max_seq_length: int  # most new tokens of any row
     max_cache_length: int  # largest length of any row after this forward
     reservation: Reservation | None = None  # the host's side of the fetch; `step` needs it
+    further_blocks: tuple[torch.Tensor, ...] = ()  # of the other groups, in order
+    places: tuple[Place | None, ...] | None = None  # by layer; None: layers are alike, and `blocks` has all of them
 
     def get_key_cache(self, layer_idx: int) -> torch.Tensor:
-        """Keys of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy."""
+        """Keys of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy.
+
+        IndexError if there is no such layer, or if it keeps nothing.
+        """
         return self._layer(0, layer_idx)
 
     def get_value_cache(self, layer_idx: int) -> torch.Tensor:
-        """Values of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy."""
+        """Values of one layer, likewise."""
         return self._layer(1, layer_idx)
 
     def cache_length(self, batch_idx: int) -> int:
@@ -78,10 +63,15 @@ class ContinuousBatchingKVCacheCollection:
         return int(self.cache_lengths[batch_idx])
 
     def _layer(self, kv_idx: int, layer_idx: int) -> torch.Tensor:
-        num_layers = self.blocks.shape[2]
+        num_layers = self.blocks.shape[2] if self.places is None else len(self.places)
         if not 0 <= layer_idx < num_layers:
             raise IndexError(f"layer {layer_idx} is not in [0, {num_layers})")
-        return self.blocks[:, kv_idx, layer_idx]
+        if self.places is None:
+            return self.blocks[:, kv_idx, layer_idx]
+        place = self.places[layer_idx]
+        if place is None:
+            raise IndexError(f"layer {layer_idx} keeps no keys and values")
+        return (self.blocks, *self.further_blocks)[place.group][:, kv_idx, place.plane]
 
 
 class ContinuousBatchingKVCacheManager(SlotLedger):
@@ -94,29 +84,30 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
 
     def __init__(
         self,
-        params: KVCacheParams,
+        params: KVCacheParams | Sequence[Kept],
         max_cache_batch_size: int,
         max_seq_len: int,
         num_layers: int,
         devices: Sequence[torch.device | str],
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens`: tokens that all slots together may have memory for; None: all can be full.
+        """`params`: of all layers, or what each keeps. `max_tokens`: that all slots together may have memory for.
 
-        ValueError for inconsistent numbers; MemoryError, or RuntimeError as torch does, if there is no memory.
+        `max_tokens` None: all can be full. ValueError for inconsistent numbers, and as in `CacheLayout.of`;
+        MemoryError, or RuntimeError as torch does, if there is no memory.
         """
-        if len(devices) != params.n_devices:
-            raise ValueError(f"params.n_devices is {params.n_devices}, but {len(devices)} devices are given")
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        self.layout = CacheLayout.of(params, num_layers)
+        if len(devices) != self.layout.n_devices:
+            raise ValueError(f"params.n_devices is {self.layout.n_devices}, but {len(devices)} devices are given")
         super().__init__(max_cache_batch_size, max_seq_len, max_tokens)
-        self.params = params
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
         # Zeros: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
-        shape = self.block_shape(max_cache_batch_size)
-        self.memories = [allocate_blocks(shape, params.dtype, device) for device in self.devices]
-        self.blocks = [memory.blocks for memory in self.memories]
+        shapes = [(group.block_shape(max_cache_batch_size, max_seq_len), group.params) for group in self.layout.groups]
+        allocated = [[allocate_blocks(shape, each.dtype, device) for shape, each in shapes] for device in self.devices]
+        self.memories = [memory for groups in allocated for memory in groups]
+        self.blocks = [first.blocks for first, *_ in allocated]
+        self._further_blocks = [tuple(memory.blocks for memory in further) for _, *further in allocated]
 
     @property
     def max_cache_batch_size(self) -> int:
@@ -124,13 +115,16 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return self.num_slots
 
     def block_shape(self, n_sequences: int) -> list[int]:
-        """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values."""
-        return _block_shape(self.params, n_sequences, self.max_seq_len, self.num_layers)
+        """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values.
+
+        If layers differ, of the first group of equal ones.
+        """
+        return self.layout.groups[0].block_shape(n_sequences, self.max_seq_len)
 
     @classmethod
     def estimated_memory_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParams | Sequence[Kept],
         max_cache_batch_size: int,
         max_seq_len: int,
         num_layers: int,
@@ -142,7 +136,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
     @classmethod
     def infer_optimal_batch_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParams | Sequence[Kept],
         max_seq_len: int,
         num_layers: int,
         available_bytes: int,
@@ -152,14 +146,21 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return max(0, available_bytes) // (_slot_bytes(params, max_seq_len, num_layers) * len(devices))
 
     def input_symbols(self) -> list[tuple[InputSymbol, ...]]:
-        """Per device the four inputs that `fetch` provides to a forward."""
-        block_dims: list[int | str] = [*self.block_shape(self.num_slots)]
-        block_dims[0] = "num_slots"
+        """Per device the four inputs that `fetch` provides to a forward, and the blocks of further groups."""
+        blocks, *further = (
+            InputSymbol(
+                "blocks" if not index else f"further_blocks_{index}",
+                group.params.dtype,
+                ("num_slots", *group.block_shape(1, self.max_seq_len)[1:]),
+            )
+            for index, group in enumerate(self.layout.groups)
+        )
         symbols = (
-            InputSymbol("blocks", self.params.dtype, tuple(block_dims)),
+            blocks,
             InputSymbol("cache_lengths", torch.int32, ("batch_size",)),
             InputSymbol("lookup_table", torch.int32, ("batch_size",)),
             InputSymbol("is_cache_empty", torch.bool, ()),
+            *further,
         )
         return [symbols for _ in self.devices]
 
@@ -179,6 +180,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)
         slots = torch.tensor(reservation.seq_ids, dtype=torch.int32)
+        places = None if self.layout.is_plain else self.layout.places
         return [
             ContinuousBatchingKVCacheCollection(
                 blocks=blocks,
@@ -188,8 +190,10 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 max_seq_length=max(first, default=0),
                 max_cache_length=max(map(sum, zip(reservation.lengths, first, strict=True)), default=0),
                 reservation=reservation,
+                further_blocks=further,
+                places=places,
             )
-            for device, blocks in zip(self.devices, self.blocks, strict=True)
+            for device, blocks, further in zip(self.devices, self.blocks, self._further_blocks, strict=True)
         ]
 
     def increment_cache_lengths(
@@ -253,15 +257,12 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 self.owed.popleft()  # last, so that an interrupted job is done again next time
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
-        """Keys and values of all layers in one strided copy."""
-        for blocks in self.blocks:
+        """Keys and values of all layers of a group in one strided copy."""
+        for memory in self.memories:
+            blocks = memory.blocks
             blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
 
 
-def _block_shape(params: KVCacheParams, n_sequences: int, max_seq_len: int, num_layers: int) -> list[int]:
-    return [n_sequences, 2, num_layers, max_seq_len, params.n_kv_heads_per_device, params.head_dim]
-
-
-def _slot_bytes(params: KVCacheParams, max_seq_len: int, num_layers: int) -> int:
+def _slot_bytes(params: KVCacheParams | Sequence[Kept], max_seq_len: int, num_layers: int) -> int:
     """One slot on one device: its blocks, its length and its lookup entry."""
-    return math.prod(_block_shape(params, 1, max_seq_len, num_layers)) * params.dtype.itemsize + 2 * _INDEX_BYTES
+    return CacheLayout.of(params, num_layers).slot_bytes(max_seq_len) + 2 * _INDEX_BYTES

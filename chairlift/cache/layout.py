@@ -1,0 +1,129 @@
+"""What each layer keeps in a slot: keys and values of some shape, those of another layer, or nothing.
+
+Layers of equal shape form a group. A group has one tensor per device, and a layer a place in it:
+
+    layers   0: 2 heads of 16    1: 1 head of 32    2: 2 heads of 16    3: those of layer 1    4: nothing
+    places   group 0, plane 0    group 1, plane 0   group 0, plane 1    group 1, plane 0       none
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheParams:
+    """Element type, heads and head size of the cache, and the number of devices that share the heads."""
+
+    dtype: torch.dtype
+    n_kv_heads: int
+    head_dim: int
+    n_devices: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_kv_heads", "head_dim", "n_devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_kv_heads % self.n_devices:
+            raise ValueError(f"n_kv_heads ({self.n_kv_heads}) is not divisible by n_devices ({self.n_devices})")
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        return self.n_kv_heads // self.n_devices
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's key and value in one layer, over all devices."""
+        return 2 * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWith:
+    """A layer that reads the keys and values of another layer, and keeps none of its own."""
+
+    layer: int
+
+
+Kept = KVCacheParams | SharedWith | None
+"""What a slot keeps of one layer; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of equal shape."""
+
+    params: KVCacheParams
+    num_layers: int
+
+    def block_shape(self, n_sequences: int, max_seq_len: int) -> list[int]:
+        """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values."""
+        params = self.params
+        return [n_sequences, 2, self.num_layers, max_seq_len, params.n_kv_heads_per_device, params.head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer's keys and values are: the group, and the plane in its tensor."""
+
+    group: int
+    plane: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The groups of a model's layers, in the order of their first layers, and each layer's place."""
+
+    groups: tuple[Group, ...]
+    places: tuple[Place | None, ...]  # by layer; None: it keeps nothing
+
+    @classmethod
+    def of(cls, params: KVCacheParams | Sequence[Kept], num_layers: int) -> "CacheLayout":
+        """The layout of layers that are alike, or of each layer's own.
+
+        ValueError if there are none, or not so many, if they disagree about devices, or if a layer shares with one that
+        has no keys and values of its own.
+        """
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        layers = (params,) * num_layers if isinstance(params, KVCacheParams) else tuple(params)
+        if len(layers) != num_layers:
+            raise ValueError(f"num_layers is {num_layers}, but {len(layers)} layers are described")
+        own = [each for each in layers if isinstance(each, KVCacheParams)]
+        if len({each.n_devices for each in own}) != 1:
+            raise ValueError("no layer keeps keys and values" if not own else "layers differ in n_devices")
+        shapes = list(dict.fromkeys(own))
+        places: list[Place | None] = []
+        for index, each in enumerate(layers):
+            source = index
+            if isinstance(each, SharedWith):
+                source = each.layer
+                if not 0 <= source < num_layers or not isinstance(layers[source], KVCacheParams):
+                    raise ValueError(
+                        f"layer {index} shares with layer {source}, which has no keys and values of its own"
+                    )
+            shape = layers[source]
+            if isinstance(shape, KVCacheParams):
+                places.append(Place(shapes.index(shape), layers[:source].count(shape)))
+            else:
+                places.append(None)
+        return cls(tuple(Group(shape, layers.count(shape)) for shape in shapes), tuple(places))
+
+    @property
+    def n_devices(self) -> int:
+        return self.groups[0].params.n_devices
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all layers are alike, so that the tensor of the only group is all there is to know."""
+        return self.places == tuple(Place(0, index) for index in range(len(self.places)))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a slot keeps for each token, over all devices."""
+        return sum(group.num_layers * group.params.token_bytes for group in self.groups)
+
+    def slot_bytes(self, max_seq_len: int) -> int:
+        """Bytes of one slot's blocks on one device."""
+        return sum(math.prod(each.block_shape(1, max_seq_len)) * each.params.dtype.itemsize for each in self.groups)

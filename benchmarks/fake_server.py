@@ -13,7 +13,7 @@ from peers.sleeping_device import Device
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import ResolvedConfig
-from chairlift.engine import core
+from chairlift.engine import executor
 from chairlift.engine.execution import runner
 from chairlift.models import Checkpoint
 from chairlift.models.attention import BatchMetadata
@@ -63,10 +63,10 @@ def install(device: Device) -> None:
         return _Forward(device, checkpoint.config.vocab_size)
 
     _Arrival.device = device
-    pacing = core.Pacing(num_launches_ahead=1)
+    pacing = executor.Pacing(num_launches_ahead=1)
     for owner, name, replacement in (
-        (core, "load_forward", load),
-        (core.Pacing, "of", lambda _: pacing),
+        (executor, "load_forward", load),
+        (executor.Pacing, "of", lambda _: pacing),
         (runner, "Arrival", _Arrival),
     ):
         setattr(owner, name, replacement)

@@ -1,7 +1,4 @@
-"""The engine's step without a model: schedule, reserve, advance, update.
-
-Only this file knows how a plan becomes a reservation in the cache's books.
-"""
+"""The engine's step without a model: schedule, advance, update."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +9,9 @@ from typing import TypeVar
 
 from simulation.workload import text
 
-from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.engine.journal import Journal
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from chairlift.plan import RowResult, StepPlan
+from chairlift.plan import RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import Request, Scheduler
 
 US_PER_S = 1e6
@@ -29,13 +25,12 @@ Argument = TypeVar("Argument")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds that the verbs of one step took. `reserve` is the ledger's, and the model's side calls it.
+    """Seconds that the verbs of one step took.
 
     `journal`: what the statistics took beside them; not a part of the total.
     """
 
     schedule: float
-    reserve: float
     advance: float
     update: float
     journal: float = 0.0
@@ -43,7 +38,7 @@ class StepTimes:
     @property
     def total(self) -> float:
         """The whole step."""
-        return self.schedule + self.reserve + self.advance + self.update
+        return self.schedule + self.advance + self.update
 
 
 def make_request(
@@ -55,33 +50,22 @@ def make_request(
     return Request(str(number), prompt, _PARAMS, max_tokens, seed=number, options=options)
 
 
-def take_copies(slots: SlotLedger) -> int:
-    """Tokens that have to be copied between slots before the step computes; forgets what the ledger owes."""
-    num_tokens = sum(job.num_tokens for job in slots.owed if isinstance(job, SlotCopy))
-    slots.owed.clear()
-    return num_tokens
+def num_copied_in(plan: StepPlan) -> int:
+    """Tokens that have to be copied between slots before the step computes."""
+    return sum(job.num_tokens for job in plan.jobs if isinstance(job, SlotCopy))
 
 
-def launch(scheduler: Scheduler, slots: SlotLedger, plan: StepPlan) -> None:
-    """What the engine does with a plan before the model runs: it reserves what will be written, and advances."""
-    scheduler.advance(plan, slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps))
-
-
-def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None = None) -> StepTimes:
-    """Schedules, reserves, advances and updates, with token 1 for every row that is sampled.
+def timed_step(scheduler: Scheduler, journal: Journal | None = None) -> StepTimes:
+    """Schedules, advances and updates, with token 1 for every row that is sampled.
 
     With a journal, the launch and its events are noted there as well.
     """
     begin = perf_counter()
     plan = scheduler.schedule()
     planned = perf_counter()
-    seq_ids = plan.slots
-    counts = None if plan.is_decode else plan.num_new_tokens
     results = [_RESULT if row.is_sampled else _NO_RESULT for row in plan.rows]
     ready = perf_counter()
-    reservation = slots.reserve(seq_ids, counts, plan.num_steps)
-    reserved = perf_counter()
-    scheduler.advance(plan, reservation)
+    plan = scheduler.advance(plan)
     advanced = perf_counter()
     events = scheduler.update(plan, results)
     updated = perf_counter()
@@ -89,14 +73,12 @@ def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None 
         journal.note_launch(plan, begin)
         journal.note_events(events)
     noted = perf_counter() - updated
-    return StepTimes(planned - begin, reserved - ready, advanced - reserved, updated - advanced, noted)
+    return StepTimes(planned - begin, advanced - ready, updated - advanced, noted)
 
 
 def medians(times: Sequence[StepTimes]) -> dict[str, float]:
-    """Median microseconds of each verb, of the scheduler's three together, and of all."""
-    verbs = ("schedule", "reserve", "advance", "update")
-    figures = {verb: median(getattr(each, verb) for each in times) for verb in verbs}
-    figures["scheduler"] = median(each.total - each.reserve for each in times)
+    """Median microseconds of each verb, and of all."""
+    figures = {verb: median(getattr(each, verb) for each in times) for verb in ("schedule", "advance", "update")}
     figures["total"] = median(each.total for each in times)
     return {name: round(US_PER_S * seconds, 2) for name, seconds in figures.items()}
 

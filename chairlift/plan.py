@@ -111,6 +111,51 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """A copy of the first tokens of one slot to another: keys and values of all layers."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """Zeroes the tokens `[start, end)` of a slot and frees their memory.
+
+    Either they may be NaN, which masking does not remove, because attention multiplies masked elements by zero; or the
+    memory is needed elsewhere. Everything written beyond `end` is sound or was scrubbed before.
+    """
+
+    slot: int
+    start: int
+    end: int
+
+
+Job = SlotCopy | Scrub
+"""Work on the cache's tensors, done in order and before what is planned after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonPrefix:
+    """A slot that has the same first `num_tokens` tokens as another."""
+
+    slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Writes announced for some slots: row i may write up to `num_reserved[i]` tokens after `lengths[i]`."""
+
+    ticket: int  # tells this reservation from an earlier one of the same slots
+    seq_ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_reserved: tuple[int, ...]
+    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: the slot that has the same first tokens; empty: none
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One launch: decode rows, those with a guess, prefill rows; `num_steps > 1` only if all are decode rows."""
 
@@ -119,6 +164,9 @@ class StepPlan:
     num_steps: int
     # By row: tokens that it gets if it does not end and its whole guess is right.
     num_expected: tuple[int, ...] = ()
+    # Once the books count it as begun: what precedes it, and what it may write.
+    jobs: tuple[Job, ...] = ()
+    reservation: Reservation | None = None
 
     @property
     def is_decode(self) -> bool:

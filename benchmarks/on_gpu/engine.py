@@ -11,7 +11,8 @@ import torch
 from comparison.ceiling import Workload
 
 from chairlift import EngineConfig, SamplingParams
-from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.core import EngineCore
+from chairlift.engine.executor import Pacing
 from chairlift.scheduler import Request
 from on_gpu.device import Idle, profile_idle, wait_for
 from on_gpu.scale import Decode

@@ -14,7 +14,7 @@ from itertools import count
 from math import inf
 
 import numpy as np
-from harness import launch, take_copies
+from harness import num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.plan import RowResult, StepPlan
@@ -171,14 +171,13 @@ class Fleet:
         replica.is_stepping = replica.scheduler.has_work
         if not replica.is_stepping:
             return
-        plan = replica.scheduler.schedule()
-        num_copied = take_copies(replica.slots)
+        plan = replica.scheduler.advance(replica.scheduler.schedule())
+        num_copied = num_copied_in(plan)
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         self._busy[number] += seconds
         results = [
             replica.requests[row.key.tag].say(plan.num_steps) if row.is_sampled else _UNFINISHED for row in plan.rows
         ]
-        launch(replica.scheduler, replica.slots, plan)
         self._agenda.plan(self._clock.now + seconds, partial(self._end_step, number, replica, plan, results))
 
     def _end_step(self, number: int, replica: _Replica, plan: StepPlan, results: list[RowResult]) -> None:

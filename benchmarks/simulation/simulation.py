@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import count
 from math import inf
 
-from harness import launch, take_copies
+from harness import num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
@@ -208,23 +208,20 @@ class Simulation:
         plan = self._scheduler.schedule()
         self._watch.look_at(plan)
         self._note_admissions()
+        plan = self._scheduler.advance(plan)
         requests = [self._requests[row.key.tag] for row in plan.rows]
-        num_copied = take_copies(self._slots)
+        num_copied = num_copied_in(plan)
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
         self._meter.note_step(plan, requests, seconds, num_backlogged, num_copied, self._clock.now)
-        results = self._compute(plan, requests)
+        results = [
+            simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED
+            for row, simulated in zip(plan.rows, requests, strict=True)
+        ]
         self._agenda.pass_time(self._clock.now + seconds)
         for event in self._scheduler.update(plan, results):
             self._take(event)
         self._watch.look_after()
-
-    def _compute(self, plan: StepPlan, requests: list[SimulatedRequest]) -> list[RowResult]:
-        launch(self._scheduler, self._slots, plan)
-        return [
-            simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED
-            for row, simulated in zip(plan.rows, requests, strict=True)
-        ]
 
     def _note_admissions(self) -> None:
         """Who has a slot for the first time."""

@@ -10,6 +10,8 @@ stays parked beyond these for the next owner, and is freed when another slot nee
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from chairlift.plan import Scrub
+
 CHUNK_TOKENS = 64
 _MIN_CUT_CHUNKS = 16  # freed at a time: a cut costs a system call for each plane of the slot
 
@@ -35,19 +37,6 @@ class CacheUse:
     def share(self) -> float:
         """The part of the budget that requests hold: 0 to 1."""
         return self.num_running / self.num_tokens if self.num_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scrub:
-    """Zeroes the tokens `[start, end)` of a slot and frees their memory.
-
-    Either they may be NaN, which masking does not remove, because attention multiplies masked elements by zero; or the
-    memory is needed elsewhere. Everything written beyond `end` is sound or was scrubbed before.
-    """
-
-    slot: int
-    start: int
-    end: int
 
 
 class TokenBudget:

@@ -11,8 +11,9 @@ A slot is in flight between the `reserve` that announces writes to it and the `c
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
 
-The ledger runs ahead of the tensors: pending copies and scrubs are queued in `owed`, and the cache's manager performs
-them in this order before the next forward pass (`settle`).
+The ledger runs ahead of the tensors: pending copies and scrubs are queued in `owed`. A plan takes them along
+(`take_owed`), so that they are performed in this order before it is computed, or the cache's manager performs them
+(`settle`).
 
 Every public method takes the lock, changes all of its slots or none, and may be called from any thread.
 """
@@ -22,22 +23,13 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from chairlift.cache.budget import Scrub, TokenBudget
-from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes
+from chairlift.cache.budget import TokenBudget
+from chairlift.cache.prefixes import CommonPrefixes
 from chairlift.errors import CacheFull
+from chairlift.plan import Job, Reservation, Scrub, SlotCopy
 
 _tickets = itertools.count()  # shared by all ledgers, so that no reservation fits another ledger
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCopy:
-    """A copy of the first tokens of one slot to another: keys and values of all layers."""
-
-    source: int
-    target: int
-    num_tokens: int
 
 
 class SlotPool:
@@ -50,7 +42,7 @@ class SlotPool:
         self.budget = TokenBudget(num_slots, max_seq_len, max_tokens)
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
-        self.owed: deque[SlotCopy | Scrub] = deque()  # pending work on the tensors, in this order
+        self.owed: deque[Job] = deque()  # pending work on the tensors, in this order
         self._lock = threading.RLock()
         self._free = list(range(num_slots))  # a heap: claiming the lowest id first keeps batches dense
         self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
@@ -205,6 +197,18 @@ class SlotPool:
         with self._lock:
             self.owed += self.budget.cut_all()
 
+    def take_owed(self) -> tuple[Job, ...]:
+        """Removes and returns the pending work, which the caller has performed."""
+        with self._lock:
+            jobs = tuple(self.owed)
+            self.owed.clear()
+            return jobs
+
+    def owe_again(self, jobs: Sequence[Job]) -> None:
+        """Puts work back that was taken and may not have been performed; doing it twice does no harm."""
+        with self._lock:
+            self.owed.extendleft(reversed(jobs))
+
     def check(self) -> None:
         """Asserts the ledger's invariants. Cheap enough to run whenever the engine is idle."""
         with self._lock:
@@ -255,20 +259,6 @@ class SlotPool:
     def _check_idle(self, seq_id: int) -> None:
         if seq_id in self._in_flight:
             raise ValueError(f"slot {seq_id} is in flight")
-
-
-# --- launches
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Writes announced for some slots: row i may write up to `num_reserved[i]` tokens after `lengths[i]`."""
-
-    ticket: int  # tells this reservation from an earlier one of the same slots
-    seq_ids: tuple[int, ...]
-    lengths: tuple[int, ...]
-    num_reserved: tuple[int, ...]
-    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: the slot that has the same first tokens; empty: none
 
 
 class SlotLedger(SlotPool):

@@ -2,19 +2,20 @@
 
 Calls for one request, in order: `claim`, `fetch` and `step` for its prompt (whole or in chunks), `fetch` and `step` per
 decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit` for callers
-that hold the views of a fetch. The engine's scheduler, which knows no tensors, calls `commit` with the reservation that
-the runner made, so lengths grow in one place only.
+that hold the views of a fetch. The engine's scheduler, which knows no tensors, reserves and commits before the runner
+computes, so lengths grow in one place only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from chairlift.cache.layout import CacheLayout, Kept, KVCacheParams, Place
-from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
+from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.memory import MappedMemory, allocate_blocks
 from chairlift.device import send
+from chairlift.plan import Job, Reservation, SlotCopy
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -77,9 +78,9 @@ class ContinuousBatchingKVCacheCollection:
 class ContinuousBatchingKVCacheManager(SlotLedger):
     """The ledger and its tensors, the whole cache in one object. Thread-safe.
 
-    The engine's scheduler sees this object as a `SlotLedger`, and claims, commits and releases its slots. The runner
-    calls `reserve` and `view`. `fetch`, which combines these two, and `step` are for programs that use the cache by
-    itself; the engine does not call them.
+    The engine's scheduler sees this object as a `SlotLedger`, and claims, reserves, commits and releases its slots. The
+    runner calls `perform` and `view`. `fetch` and `step` are for programs that use the cache by itself; the engine does
+    not call them.
     """
 
     def __init__(
@@ -248,13 +249,17 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         """Performs the pending copies and scrubs. On a device they run after all work that was launched before."""
         with self._lock:
             while self.owed:
-                job = self.owed[0]
-                if isinstance(job, SlotCopy):
-                    self._copy_blocks(job.source, job.target, job.num_tokens)
-                else:
-                    for memory in self.memories:
-                        memory.clear(job.slot, job.start, job.end)
+                self.perform([self.owed[0]])
                 self.owed.popleft()  # last, so that an interrupted job is done again next time
+
+    def perform(self, jobs: Iterable[Job]) -> None:
+        """Performs these copies and scrubs, which are not pending (any more). See `settle`."""
+        for job in jobs:
+            if isinstance(job, SlotCopy):
+                self._copy_blocks(job.source, job.target, job.num_tokens)
+            else:
+                for memory in self.memories:
+                    memory.clear(job.slot, job.start, job.end)
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
         """Keys and values of all layers of a group in one strided copy."""

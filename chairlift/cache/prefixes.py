@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from chairlift.plan import CommonPrefix
+
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 _MIN_COMMON_TOKENS = 128  # shorter common prefixes are not worth tracking
@@ -200,14 +202,6 @@ def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None
         _check_below(child, tokens, entries)
     ending = node.slots.difference(*(child.slots for child in node.children.values()))
     assert all(entries[slot].tokens == tokens for slot in ending), "a slot ends in the wrong place"
-
-
-@dataclass(frozen=True, slots=True)
-class CommonPrefix:
-    """A slot that has the same first `num_tokens` tokens as another."""
-
-    slot: int
-    num_tokens: int
 
 
 class CommonPrefixes:

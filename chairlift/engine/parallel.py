@@ -1,16 +1,14 @@
-"""One model over several processes: each rank has a part of it, and all run the same engine on the same inputs.
+"""One model over several processes: each rank has a part of it, and computes the plans of rank 0.
 
-Rank 0 is the process that creates the engine; it starts the others. It announces each call of the engine (`add`,
-`abort`, `step`, ...) to the others before it executes it, so that all execute the same calls in the same order. Their
-decisions depend on nothing that differs between processes: the time is that of rank 0's last message, the results of a
-launch are those of rank 0, and memory is the least of all ranks. So schedulers, slots and lengths are the same
-everywhere, and during a step only hidden states and logits are exchanged (`models/parallel.py`).
+Rank 0 is the process that creates the engine; it starts the others, and it alone has a scheduler. It sends each plan to
+the others before it computes it, so that all compute the same plans in the same order, and during a step only hidden
+states and logits are exchanged (`models/parallel.py`). All ranks sample, because the next step may need tokens that are
+on the device only; what the host derives from tokens comes with the next plan.
 
 A rank ends at once when its link to rank 0 closes. When a rank is lost, rank 0 ends the others, so that none waits for
 it, and serves no more requests.
 """
 
-import functools
 import logging
 import os
 import pickle
@@ -22,101 +20,97 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from io import BytesIO
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from chairlift.config import EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
+from chairlift.engine.execution.runner import Launch
+from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
-from chairlift.errors import ConfigurationError, EngineDead, QueueFull
+from chairlift.engine.ranks import Computer, Ranks
+from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
-from chairlift.plan import Grammar
-from chairlift.scheduler import Request
-
-if TYPE_CHECKING:
-    from chairlift.engine.core import EngineCore
+from chairlift.plan import Job, SamplingKey, StepPlan
 
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0  # between an error and the notice that a lost rank was its cause
 _END_S = 5.0  # for a process to end by itself
-_REFUSALS: Mapping[str, tuple[type[Exception], ...]] = defaultdict(tuple, add=(QueueFull, ValueError))  # by method
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_T = TypeVar("_T")
 
 
-def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Callable[Concatenate[EngineCore, _P], _R]":
-    """Decorates a method of the engine that changes its state: when rank 0 calls it, all ranks do."""
+class PlanWriter:
+    """Pickles plans for other processes. The keys of sequences, which may be large, are sent once.
 
-    @functools.wraps(method)
-    def call(core: "EngineCore", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        core.ranks.announce(method.__name__, args, kwargs)
-        try:
-            return method(core, *args, **kwargs)
-        except BaseException as error:  # also an interrupt
-            if not isinstance(error, _REFUSALS[method.__name__]):  # every rank refuses alike
-                core.ranks.give_up(error)
-            raise
+    A reader has the keys of the plan before; a row that rests for a step brings its key again. Grammars stay here: only
+    rank 0's tokens count, and it masks its own logits.
+    """
 
-    return call
+    def __init__(self) -> None:
+        self._numbers: dict[SamplingKey, int] = {}  # of the keys in the last plan
+        self._num_keys = 0
+
+    def write(self, plan: StepPlan) -> bytes:
+        """Returns the plan for `PlanReader.read`, which must read all plans in order."""
+        known, self._numbers = self._numbers, {}
+        new: dict[int, SamplingKey] = {}
+        for key in (row.key for row in plan.rows):
+            number = known.get(key)
+            if number is None:
+                number, self._num_keys = self._num_keys, self._num_keys + 1
+                new[number] = replace(key, grammar=None)
+            self._numbers[key] = number
+        buffer = BytesIO()
+        pickle.dump(new, buffer, pickle.HIGHEST_PROTOCOL)
+        _Pickler(buffer, self._numbers).dump(plan)
+        return buffer.getvalue()
 
 
-class Ranks:
-    """The ranks of a model, as one of them sees them. In this class there is only one, which agrees with itself."""
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: BytesIO, numbers: dict[SamplingKey, int]) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
 
-    failure: str | None = None
-    """Why the ranks no longer work, if that is known."""
+    def persistent_id(self, obj: object) -> int | None:
+        return self._numbers[obj] if isinstance(obj, SamplingKey) else None
 
-    def __init__(self, config: EngineConfig) -> None:
-        """`config`: with the device of this rank."""
-        self.config = config
 
-    def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[Checkpoint, MachineFacts]:
-        """This rank's part of the model, and of the machine."""
-        return checkpoint, machine
+class PlanReader:
+    """Reads what a `PlanWriter` has written."""
 
-    def least(self, own: int) -> int:
-        """The least of all ranks' numbers, while the engine is created. EngineDead if a rank is lost."""
-        return own
+    def __init__(self) -> None:
+        self._keys: dict[int, SamplingKey] = {}
 
-    def meet(self) -> None:
-        """Waits until all ranks have arrived here; errors as in `least`."""
-        self.least(0)
+    def read(self, written: bytes) -> StepPlan:
+        """Returns the next plan."""
+        buffer = BytesIO(written)
+        known = self._keys | pickle.load(buffer)
+        reader = _Unpickler(buffer, known)
+        plan: StepPlan = reader.load()
+        self._keys = reader.used
+        return plan
 
-    def clock(self) -> float:
-        """Seconds, for all decisions that depend on time."""
-        return time.perf_counter()
 
-    def agree(self, own: _T) -> _T:
-        """Rank 0's value."""
-        return own
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: BytesIO, keys: dict[int, SamplingKey]) -> None:
+        super().__init__(buffer)
+        self._keys = keys
+        self.used: dict[int, SamplingKey] = {}
 
-    def share(self, request: Request) -> Request:
-        """The request in a form that all ranks can run."""
-        return request
-
-    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Called before a method of the engine. EngineDead if it is `step` and a rank is lost."""
-
-    def give_up(self, error: BaseException) -> None:
-        """Called when a method failed midway, so that the ranks may differ. EngineDead if a rank was lost."""
-
-    def close(self) -> None:
-        """Called when the engine is closed."""
+    def persistent_load(self, pid: int) -> SamplingKey:
+        self.used[pid] = self._keys[pid]
+        return self._keys[pid]
 
 
 class _Divided(Ranks):
@@ -125,7 +119,7 @@ class _Divided(Ranks):
     def __init__(self, rank: int, config: EngineConfig, folder: str) -> None:
         """`folder`: accessible to rank 0's user alone; the ranks find each other through it."""
         super().__init__(config)
-        self._rank, self._now = rank, 0.0
+        self._rank = rank
         self._store = FileStore(str(Path(folder) / "ranks"), config.tensor_parallel_size)
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
@@ -136,36 +130,24 @@ class _Divided(Ranks):
         group = Group(self._rank, size, self._store, torch.device(machine.device), timeout)
         return CheckpointPart.of(checkpoint, group), machine
 
-    def clock(self) -> float:
-        """Rank 0's `time.perf_counter()` in its last message."""
-        return self._now
-
-    def share(self, request: Request) -> Request:
-        """The request, with a grammar that gets rank 0's answers on every rank."""
-        if request.new_grammar is None:
-            return request
-        return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
-
 
 class Follower(_Divided):
-    """A rank other than 0. Its process ends when a call fails, or when rank 0 ends."""
+    """A rank other than 0. Its process ends when a plan fails, or when rank 0 ends."""
 
     def __init__(self, link: Connection) -> None:
         super().__init__(*link.recv())
         self._link = link
+        self._reader = PlanReader()
 
     def least(self, own: int) -> int:
         self._link.send(own)
-        return self.agree(own)
+        least: int = self._link.recv()
+        return least
 
-    def agree(self, own: _T) -> _T:  # noqa: ARG002
-        agreed: _T = self.receive()
-        return agreed
-
-    def receive(self) -> Any:
-        """Rank 0's next message."""
-        self._now, message = pickle.loads(self._link.recv_bytes())
-        return message
+    def receive(self) -> StepPlan | Sequence[Job] | None:
+        """Waits for the next plan, or for copies and scrubs alone. None: the end."""
+        message: bytes | Sequence[Job] | None = pickle.loads(self._link.recv_bytes())
+        return self._reader.read(message) if isinstance(message, bytes) else message
 
 
 class Leader(_Divided):
@@ -191,18 +173,12 @@ class Leader(_Divided):
         return part, machine
 
     def least(self, own: int) -> int:
-        return self.agree(min(own, *self._others.answers()))
+        least = min(own, *self._others.answers())
+        self._others.tell(least)
+        return least
 
-    def agree(self, own: _T) -> _T:
-        self._now = time.perf_counter()
-        self._others.tell((self._now, own))
-        return own
-
-    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See `Ranks`. Tells the others."""
-        if name == "step" and self.failure is not None:
-            raise EngineDead(self.failure)
-        self.agree((name, [_without_grammar(each) for each in args], kwargs))
+    def lead(self, own: Computer) -> Computer:
+        return _Led(own, self._others)
 
     def give_up(self, error: BaseException) -> None:
         """See `Ranks`. Ends the others."""
@@ -216,40 +192,27 @@ class Leader(_Divided):
         self._removal()
 
 
-class _SharedGrammar:
-    """A sequence's grammar. Rank 0 has the real one and sends its answers to the others. See `plan.Grammar`."""
+class _Led:
+    """Has all ranks compute: the others first, so that none waits longer than it must. See `Computer`."""
 
-    def __init__(self, ranks: Ranks, new: Callable[[], Grammar | None]) -> None:
-        self._ranks = ranks
-        self.own = self._attempt(new)
+    def __init__(self, own: Computer, others: "_Others") -> None:
+        self._own, self._others = own, others
+        self._writer = PlanWriter()
 
-    @property
-    def is_ready(self) -> bool:
-        return self._ranks.agree(self.own is None or self.own.is_ready)
+    def launch(self, plan: StepPlan) -> Launch:
+        """EngineDead if a rank is lost."""
+        if self._others.failure is not None:
+            raise EngineDead(self._others.failure)
+        self._others.tell(self._writer.write(plan))
+        return self._own.launch(plan)
 
-    def foresee(self) -> None:
-        """Ranks do not guess."""
+    def perform(self, jobs: Sequence[Job]) -> None:
+        self._others.tell(jobs)
+        self._own.perform(jobs)
 
-    def advance(self, token_id: int) -> bool:
-        return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
-
-    def _attempt(self, act: Callable[[], _T]) -> _T:
-        """Rank 0's result. If it fails there, all ranks raise RuntimeError."""
-        result, problem = None, None
-        try:
-            result = act()
-        except Exception as error:  # a grammar's: other requests continue
-            problem = str(error)
-        if (problem := self._ranks.agree(problem)) is not None:
-            raise RuntimeError(problem)
-        return cast("_T", result)
-
-
-def _without_grammar(argument: object) -> object:
-    """The argument as other ranks get it: a request without the function that makes its grammar."""
-    if isinstance(argument, Request) and argument.new_grammar is not None:
-        return replace(argument, new_grammar=cast("Any", NoneType))
-    return argument
+    def record_missing(self) -> bool:
+        """One of the ranks might lack memory for a graph, and the others would wait for it."""
+        return False
 
 
 class _Others:
@@ -307,7 +270,7 @@ class _Others:
         self._is_ending = True
         for link in self._links:
             os.set_blocking(link.fileno(), False)  # a rank that is stopped takes no more messages, and is killed below
-        self.tell((0.0, None))
+        self.tell(None)
         deadline = time.monotonic() + _END_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -381,13 +344,16 @@ def follow(fd: int) -> None:
 
 
 def _obey(ranks: Follower) -> None:
-    from chairlift.engine.core import EngineCore  # which imports this module
-
-    core = EngineCore(ranks.config, ranks=ranks)
-    while (call := ranks.receive()) is not None:
-        name, args, kwargs = call
-        with suppress(*_REFUSALS[name]):  # rank 0 has refused as well
-            getattr(core, name)(*args, **kwargs)
+    executor = Executor(open_model(ranks.config), ranks)
+    ranks.meet()  # the engine is ready
+    launches: deque[Launch] = deque()
+    while (message := ranks.receive()) is not None:
+        if not isinstance(message, StepPlan):
+            executor.runner.perform(message)
+            continue
+        launches.append(executor.runner.launch(message))
+        if len(launches) > executor.pacing.num_launches_ahead:
+            launches.popleft().arrival.wait()  # raises the device's error, if there is one
 
 
 def _end_with_link(fd: int) -> None:

@@ -15,9 +15,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
-from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler.events import TokenEvent
@@ -120,7 +121,7 @@ class Scheduler:
         self.placement.forget_prefixes()
 
     def schedule(self) -> StepPlan:
-        """Plans the next step, to be passed to `advance` once launched. Claims slots for the requests that it admits.
+        """Plans the next step, to be passed to `advance` when it is launched. Gives the requests that it admits slots.
 
         The plan has no rows if all depend on launches in flight or on late masks.
         """
@@ -151,8 +152,12 @@ class Scheduler:
         is_alone = not (step.num_prompt_tokens or len(self.waiting) or any(map(_needs_newest_token, self.running)))
         return step.finish(self.max_steps if is_alone else 1, self._slots.max_seq_len)
 
-    def advance(self, plan: StepPlan, reservation: Reservation) -> None:
-        """Records a begun launch, as if no row ended in it. `update` must follow, in the same order of launches."""
+    def advance(self, plan: StepPlan) -> StepPlan:
+        """Records that a plan is launched now, as if no row ended in it. `update` must follow, in the same order.
+
+        Returns the plan as it is to be computed: with the copies and scrubs that precede it.
+        """
+        reservation = self._slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
         valid_lengths = []
         owner_of = self.placement.owner_of
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
@@ -164,6 +169,7 @@ class Scheduler:
             request.num_launches += 1
             valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
+        return replace(plan, jobs=self._slots.take_owed(), reservation=reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per changed row."""

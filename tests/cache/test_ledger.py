@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from chairlift.cache import CacheFull
-from chairlift.cache.budget import CacheUse, Scrub
-from chairlift.cache.ledger import Reservation, SlotLedger
-from chairlift.cache.prefixes import CommonPrefix
+from chairlift.cache.budget import CacheUse
+from chairlift.cache.ledger import SlotLedger
+from chairlift.plan import CommonPrefix, Reservation, Scrub
 
 
 @pytest.mark.parametrize(("num_slots", "max_seq_len"), [(0, 8), (4, 0), (-1, 8)])

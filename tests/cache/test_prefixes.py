@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes, PrefixIndex, pack_tokens
+from chairlift.cache.prefixes import CommonPrefixes, PrefixIndex, pack_tokens
+from chairlift.plan import CommonPrefix
 
 
 def index_of(slots: dict[int, list[int]]) -> PrefixIndex:

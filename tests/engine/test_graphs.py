@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams, models
-from chairlift.engine import core as core_module
-from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.core import EngineCore
 from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
+from chairlift.engine.executor import Pacing
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling
 from chairlift.engine.sampling.sampler import Sampler
@@ -41,7 +41,7 @@ def graphed(model: str, recorder: Recorder | None, num_ahead: int = 0, **config:
     with pytest.MonkeyPatch.context() as patch:
         copying = TorchBackend
         patch.setattr(models, "load_backend", lambda _, model, *__: copying(model.attention, is_in_place=False))
-        patch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_ahead, recorder))
+        patch.setattr(Pacing, "of", lambda _: Pacing(num_ahead, recorder))
         llm = LLM(model, **{**PLAIN, **config})
     with llm:
         yield llm

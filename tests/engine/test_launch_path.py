@@ -13,11 +13,11 @@ from torch.nn.attention import varlen
 
 from chairlift import LLM, models
 from chairlift.config import DType
-from chairlift.engine import core as core_module
-from chairlift.engine.core import Pacing
+from chairlift.engine import executor as executor_module
 from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.execution.resolver import MachineFacts
+from chairlift.engine.executor import Pacing
 from chairlift.models.attention import Backend
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
@@ -73,13 +73,13 @@ def kernels() -> Iterator[None]:
 def make(tiny: str, recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """Engines on the device, one launch ahead."""
     facts = MachineFacts("meta", frozenset(DType), free_bytes=2**30)
-    monkeypatch.setattr(core_module, "inspect_machine", lambda _: facts)
-    monkeypatch.setattr(core_module, "fit_cache", lambda _, resolved, *__: resolved)
+    monkeypatch.setattr(executor_module, "inspect_machine", lambda _: facts)
+    monkeypatch.setattr(executor_module, "fit_cache", lambda _, resolved, *__: resolved)
     monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())  # only graphs of four rows
 
     def make_with(backend: str, *, has_graphs: bool) -> LLM:
         monkeypatch.setattr(models, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
-        monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
+        monkeypatch.setattr(Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
         return LLM(tiny, dtype="bfloat16", device="cuda", attention_backend="torch", **settings)
 

@@ -12,9 +12,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from chairlift import EngineConfig, SamplingParams
-from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
+from chairlift.engine.executor import Pacing
 from chairlift.params import RepetitionDetection, StructuredOutputs
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Request
@@ -150,9 +151,8 @@ def add(core: EngineCore, name: str, num_prompt_tokens: int) -> None:
 def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:
     """One step by hand, to see what is between plan and events."""
     plan = core._scheduler.schedule()
-    launch = core._runner.launch(plan)
-    core._scheduler.advance(plan, launch.reservation)
-    results = launch.wait()
+    plan = core._scheduler.advance(plan)
+    results = core._runner.launch(plan).wait()
     core._scheduler.update(plan, results)
     return plan, results
 

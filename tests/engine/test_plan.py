@@ -1,55 +1,41 @@
 """Plans are values: whoever has the weights can compute them, in another process or later, without any request."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chairlift import EngineConfig
-from chairlift.engine.core import EngineCore
+from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.execution.runner import Launch
-from chairlift.plan import RowPlan, RowResult, StepPlan
+from chairlift.engine.executor import Executor, open_model
+from chairlift.engine.parallel import PlanReader, PlanWriter
+from chairlift.engine.ranks import Ranks
+from chairlift.plan import SAMPLE, RowPlan, RowResult, SamplingKey, SlotCopy, StepPlan
 from tests.engine.support import ENGINE, PROMPTS, make_llm
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import greedy
+from tests.scheduler.fake_engine import Words
 
 SETTINGS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 16, "max_steps_per_launch": 4}
 SETTINGS |= {
-    "enable_prefix_caching": False,
     "speculation": "ngram",
     "num_speculative_tokens": 3,
     "batch_invariant": True,
 }
+SYSTEM = [7] * 30
 UNGUIDED = [fields for fields in CASES.values() if "structured_outputs" not in fields]  # masks stay in their process
 
 
 class Player:
-    """Computes plans that it is given as bytes; of requests it knows nothing."""
+    """Computes plans that it is given as bytes; of requests and slots it keeps no books."""
 
     def __init__(self, model: str) -> None:
-        self._core = EngineCore(EngineConfig(model=model, **SETTINGS, **ENGINE))
-        self._claimed: set[int] = set()
+        config = EngineConfig(model=model, **SETTINGS, **ENGINE)
+        self._runner = Executor(open_model(config), Ranks(config)).runner
 
     def play(self, pickled: bytes) -> list[RowResult]:
-        plan: StepPlan = pickle.loads(pickled)
-        cache = self._core.cache
-        for row in plan.rows:
-            if row.start == 0 and row.slot in self._claimed:
-                cache.release(row.slot)
-                self._claimed.remove(row.slot)
-            if row.slot not in self._claimed:
-                cache.claim_slot(row.slot)
-                self._claimed.add(row.slot)
-            cache.hold(row.slot, row.start + len(row.input_ids) + plan.num_steps)
-            cache.rewind(row.slot, cache.cache_length_of(row.slot) - row.start)
-        launch = self._core._runner.launch(plan)
-        results = launch.wait()
-        cache.commit([_num_valid(row, plan) for row in plan.rows], launch.reservation)
-        return results
-
-
-def _num_valid(row: RowPlan, plan: StepPlan) -> int:
-    return len(row.input_ids) + (plan.num_steps - 1 if plan.is_decode else 0)
+        return self._runner.launch(pickle.loads(pickled)).wait()
 
 
 def test_recorded_plans_are_computed_again_without_requests(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +48,34 @@ def test_recorded_plans_are_computed_again_without_requests(tiny: str, monkeypat
         return results
 
     monkeypatch.setattr(Launch, "wait", record)
+    cases = [greedy(**UNGUIDED[index % len(UNGUIDED)]) for index in range(2 * len(PROMPTS))]
     with make_llm(tiny, **SETTINGS) as llm:
-        llm.generate(PROMPTS * 2, [greedy(**UNGUIDED[index % len(UNGUIDED)]) for index in range(2 * len(PROMPTS))])
+        llm.generate([SYSTEM + [9] * 80], greedy())  # from this one's slot prefixes are copied
+        llm.generate([SYSTEM + prompt for prompt in PROMPTS * 2], cases)
     monkeypatch.undo()
     player = Player(tiny)
-    assert len(recorded) > 20
+    plans: list[StepPlan] = [pickle.loads(pickled) for pickled, _ in recorded]
+    assert len(plans) > 20
+    assert SlotCopy in {type(job) for plan in plans for job in plan.jobs}
+    assert any(row.guess for plan in plans for row in plan.rows)
     for pickled, results in recorded:
         assert player.play(pickled) == pickle.loads(results)
+
+
+def test_a_plan_reaches_another_process_as_it_is_and_each_sequence_is_introduced_once() -> None:
+    writer, reader = PlanWriter(), PlanReader()
+    keys = [SamplingKey(name, SamplingParams(bad_words=[str(i) + "a" * 1000 for i in range(5)]), 0, 1) for name in "ab"]
+    guided = replace(keys[0], grammar=Words(1))
+    sizes = []
+    for names in ("ab", "ab", "b", "ab", "a"):
+        rows = tuple(RowPlan(keys["ab".index(name)], 0, 3, (7,), 1, SAMPLE) for name in names)
+        plan = StepPlan(rows, len(rows), 1, (1,) * len(rows), (SlotCopy(0, 1, 5),))
+        written = writer.write(plan)
+        sizes.append(len(written) // 5000)  # keys in it
+        read = reader.read(written)
+        assert [row.key.tag for row in read.rows] == list(names)
+        assert [replace(row, key=own.key) for row, own in zip(read.rows, rows, strict=True)] == list(rows)
+        assert (read.jobs, read.num_expected) == (plan.jobs, plan.num_expected)
+    assert sizes == [2, 0, 0, 1, 0]
+    (row,) = reader.read(writer.write(StepPlan((RowPlan(guided, 0, 0, (7,), 0, SAMPLE),), 1, 1))).rows
+    assert row.key.grammar is None

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.core import Pacing
 from chairlift.engine.execution.runner import Launch
+from chairlift.engine.executor import Pacing
 from chairlift.errors import EngineDead
 from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOutput, StructuredOutputs

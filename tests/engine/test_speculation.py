@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
-from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.core import EngineCore
+from chairlift.engine.executor import Pacing
 from chairlift.engine.sampling import compiled_grammar, masks
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.text.inputs import Generation

@@ -11,7 +11,8 @@ from transformers import GPT2Model
 
 from chairlift import LLM
 from chairlift.config import DType, EngineConfig, LoadFormat
-from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.core import EngineCore
+from chairlift.engine.executor import Pacing
 from chairlift.errors import ConfigurationError
 from chairlift.models import load_adapted, open_checkpoint
 from chairlift.models.config import AdaptedConfig

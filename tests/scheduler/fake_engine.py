@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-from chairlift.cache.ledger import SlotCopy, SlotLedger
+from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.plan import ON_DEVICE, Grammar, RowPlan, RowResult, StepPlan
+from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 
 EOS, WORD = 1, 9
@@ -126,10 +126,9 @@ class Driver:
         """Begins the next step, if there is anything to compute."""
         plan = self.scheduler.schedule()
         if plan.rows:
-            reservation = self.slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
+            plan = self.scheduler.advance(plan)
             self.begin(plan)
             self.in_flight.append(plan)
-            self.scheduler.advance(plan, reservation)
         self.scheduler.check()
         return plan
 
@@ -214,7 +213,7 @@ class FakeEngine(Driver):
         self.events = self.scheduler.expire()
         self._note_ends(self.events)
         plan = self.launch()
-        copies = self._copies if plan.rows else self._settle()
+        copies = self._copies if plan.rows else self._perform(self.slots.take_owed())
         if self.in_flight and (not plan.rows or len(self.in_flight) > self._num_ahead):
             self._land()
         return written(plan, copies)
@@ -259,7 +258,7 @@ class FakeEngine(Driver):
 
     def begin(self, plan: StepPlan) -> None:
         """Computes, in slots that hold token ids."""
-        self._copies = self._settle()
+        self._copies = self._perform(plan.jobs)
         results = []
         for row in plan.rows:
             said, slot, start = self._said[row.key.tag], row.slot, row.start
@@ -297,11 +296,10 @@ class FakeEngine(Driver):
         self.ends.update(event.request_id for event in events if event.finish_reason is not None)
         self.rejections |= {event.request_id: event.rejection for event in events if event.rejection is not None}
 
-    def _settle(self) -> list[SlotCopy]:
-        """Does what the ledger owes the slots, and returns the copies."""
+    def _perform(self, jobs: Sequence[Job]) -> list[SlotCopy]:
+        """Copies and scrubs, and returns the copies."""
         copies = []
-        while self.slots.owed:
-            job = self.slots.owed.popleft()
+        for job in jobs:
             if isinstance(job, SlotCopy):
                 self._contents[job.target] = self._contents[job.source][: job.num_tokens]
                 copies.append(job)

@@ -5,9 +5,9 @@ Memory comes in chunks of 64 tokens.
 
 import pytest
 
-from chairlift.cache.ledger import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
+from chairlift.plan import SlotCopy
 from chairlift.scheduler import Policy, RequestState
 from tests.scheduler.fake_engine import NO_REUSE, FakeEngine
 

@@ -92,7 +92,8 @@ class Run(FakeEngine):
             assert step < 2000, "it goes on for ever"
 
     def begin(self, plan: StepPlan) -> None:
-        assert all(self.requests[row.key.tag].num_remaining > 0 for row in plan.rows), "a length's end is known ahead"
+        for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
+            assert self.requests[row.key.tag].num_remaining + num_expected > 0, "a length's end is known ahead"
         self.started.update(dict.fromkeys(request.request_id for request in self.scheduler.running))
         self.plans.append(plan)
         super().begin(plan)

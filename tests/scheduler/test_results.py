@@ -5,10 +5,9 @@ from typing import Any, Self
 
 import pytest
 
-from chairlift.cache.budget import Scrub
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, Logprob, SamplingParams
-from chairlift.plan import RowResult
+from chairlift.plan import RowResult, Scrub
 from chairlift.scheduler import Request, Scheduler, TokenEvent
 from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver, FakeEngine, Words
 
@@ -39,9 +38,7 @@ class Tower(Driver):
 
     def scrubbed(self) -> list[Scrub]:
         """What the ledger owes, which from now on it does not."""
-        jobs = list(self.slots.owed)
-        self.slots.owed.clear()
-        return [job for job in jobs if isinstance(job, Scrub)]
+        return [job for job in self.slots.take_owed() if isinstance(job, Scrub)]
 
 
 # Ends

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.cache.budget import Scrub
-from chairlift.cache.ledger import SlotCopy
+from chairlift.plan import Scrub, SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan, beside, decode, prefill

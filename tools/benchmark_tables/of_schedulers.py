@@ -76,7 +76,6 @@ TABLES = (
             figures("`schedule`", "schedule", ",.1f"),
             figures("`advance`", "advance", ",.1f"),
             figures("`update`", "update", ",.1f"),
-            figures("the ledger's `reserve`", "reserve", ",.1f"),
             figures("all", "total", ",.1f"),
         ),
     ),

@@ -15,7 +15,6 @@ from itertools import accumulate, takewhile
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
-from chairlift.cache.ledger import Reservation
 from chairlift.device import Arrival, bring, on_device, send, to_device
 from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
@@ -24,7 +23,7 @@ from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.params import TokenLogprobs
-from chairlift.plan import ON_DEVICE, RowPlan, RowResult, StepPlan
+from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,6 @@ class Launch:
     """A plan that was launched. Later launches find its keys, values and tokens on the device."""
 
     plan: StepPlan
-    reservation: Reservation
     outputs: _Outputs | None  # None: it ran out of memory
     arrival: Arrival
     begin: float  # `time.perf_counter()` at its beginning
@@ -100,26 +98,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
-        """Starts all steps of the plan. Writes keys and values to the slots; commits nothing.
+        """Performs the plan's copies and scrubs, and starts all of its steps, which write keys and values to the slots.
 
         If memory runs out, the launch ends at once, and its results say what happens to its rows.
         """
         begin = time.perf_counter()
-        reservation = self._cache.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
         with on_device(self._device):
-            outputs = self._try(plan, reservation)
+            self._cache.perform(plan.jobs)
+            outputs = self._try(plan)
             if outputs is None:  # everything that it allocated is free by now
                 torch.cuda.empty_cache()
-            return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
+            return Launch(plan, outputs, Arrival.mark(self._device), begin)
 
     def record_missing(self) -> bool:
         """See `DecodeGraphs`."""
         return self._graphs is not None and self._graphs.record_missing()
 
-    def _try(self, plan: StepPlan, reservation: Reservation) -> _Outputs | None:
+    @torch.inference_mode()
+    def perform(self, jobs: Sequence[Job]) -> None:
+        """Performs copies and scrubs that precede the next plan."""
+        with on_device(self._device):
+            self._cache.perform(jobs)
+
+    def _try(self, plan: StepPlan) -> _Outputs | None:
         """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""
         try:
-            inputs = self._cache.view(reservation, plan.num_steps)
+            assert plan.reservation is not None, "the books do not know of this plan"
+            inputs = self._cache.view(plan.reservation, plan.num_steps)
             if self._graphs is not None and plan.is_decode:
                 return self._replay(self._graphs, plan, inputs[0])
             return self._compute(plan, inputs)

@@ -326,14 +326,13 @@ class PendingMasks:
         guesses: dict[int, Sequence[int]] = {}
         first = 0
         for row, grammar in enumerate(grammars):
-            own = getattr(grammar, "own", grammar)  # with several ranks, it is wrapped
-            if not isinstance(own, TokenGrammar):
+            if not isinstance(grammar, TokenGrammar):
                 continue
             if guessed.get(row):
                 guesses[first] = guessed[row]  # the last row has the whole guess
             else:
                 first = row
-                constrained[row] = own
+                constrained[row] = grammar
         return cls(constrained, guesses) if constrained else None
 
     def apply(self, logits: torch.Tensor) -> None:

@@ -25,6 +25,16 @@ def text(head: str, path: str) -> Column:
     return Column(head, lambda record: str(value(record, path)))
 
 
+def counted(head: str, path: str) -> Column:
+    """A column of a number and what it counts, "10000 rows" as "10,000 rows" and "1 rows" as "1 row"."""
+
+    def cell(record: Any) -> str:
+        number, _, noun = str(value(record, path)).partition(" ")
+        return f"{int(number):,} {noun.removesuffix('s') if number == '1' else noun}"
+
+    return Column(head, cell)
+
+
 def figures(head: str, paths: str, form: str = ",.0f", factor: float = 1, unit: str = "") -> Column:
     """A column of numbers of one or more paths, which commas separate; empty where there is none."""
 

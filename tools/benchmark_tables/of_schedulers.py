@@ -1,6 +1,6 @@
 """The tables of docs/scheduling.md and docs/scaling.md: simulations, and what the scheduler costs."""
 
-from .cells import chosen, figures, percent, text
+from .cells import chosen, counted, figures, percent, text
 from .records import at, named, waiting
 from .source import Source
 from .table import Column, Table
@@ -72,7 +72,7 @@ TABLES = (
         COST,
         named("microseconds", "rows"),
         (
-            text("", "name"),
+            counted("", "name"),
             figures("`schedule`", "schedule", ",.1f"),
             figures("`advance`", "advance", ",.1f"),
             figures("`update`", "update", ",.1f"),
@@ -95,7 +95,7 @@ TABLES = (
         COST,
         named("microseconds", "queue"),
         (
-            text("", "name"),
+            counted("", "name"),
             figures("`add`", "add", ".1f"),
             figures("`abort`", "abort", ".1f"),
             figures("`expire`, nothing due", "expire none", ".1f"),

@@ -4,7 +4,7 @@
 
 Lengths are lognormal with a median of 300 tokens, up to `--max-len`, half of each prompt and half output; all requests
 are there at once. Each engine has a process of its own, one after the other, so the machine should be idle. The last
-line is JSON. docs/decisions/05-slots-not-pages.md has figures of such requests.
+line is JSON. docs/performance.md has figures of such requests.
 """
 
 import argparse

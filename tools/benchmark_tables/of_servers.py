@@ -1,11 +1,12 @@
-"""The tables of a GPU, of shared prefixes, of a step's budget and of speculation."""
+"""The tables of a GPU, of shared prefixes, of a step's budget, of speculation and of streams."""
 
 from .cells import chosen, figures, percent, text, workload
-from .records import at, gains, launches, mean_rounds, of_kind, with_target
+from .records import at, gains, launches, mean_rounds, named, of_kind, streams, with_target
 from .source import Source
-from .table import Table
+from .table import Column, Table
 
 SPEED, PREFIXES, SPECULATION = "docs/speed.md", "docs/prefix-reuse.md", "docs/speculation.md"
+PERFORMANCE = "docs/performance.md"
 H200 = Source("gpu-nvidia-h200")
 H200_MORE = Source("gpu-nvidia-h200-http-and-kernels", recorded="14de84f")
 
@@ -40,6 +41,8 @@ _ttft = (
     figures("times as late: turn 1, turn 2, all", "ratio_by_turn/0,ratio_by_turn/1,ratio", ".1f"),
     figures("whole round, s", "duration_s", ".1f"),
 )
+_memories = {"elastic": "32 elastic slots", "whole": "2 whole slots of 8,192 tokens", "vllm": "vLLM's pages"}
+_CPU = "cpu_us/server,cpu_us/workers,cpu_us/client"
 _kinds = {
     "copy": "repeat a text with a change",
     "json": "an object as JSON",
@@ -71,7 +74,11 @@ TABLES = (
         ),
     ),
     Table(
-        SPEED, "gpu-contest", H200, of_kind("contest"), (text("", "who"), workload(), figures("s", "seconds", ".2f"))
+        SPEED,
+        "gpu-contest",
+        H200,
+        of_kind("contest"),
+        (chosen("", "who", _callers), workload(), figures("s", "seconds", ".2f")),
     ),
     Table(SPEED, "gpu-launches", H200_MORE, launches, (text("1 B, a step", "name"), figures("ms", "s", ".1f", 1000))),
     Table(
@@ -81,7 +88,7 @@ TABLES = (
         at("http", "runs"),
         (
             text("clients", "concurrency"),
-            text("prompt tokens", "prompt_tokens"),
+            Column("prompt tokens", lambda run: f"{int(run['prompt_tokens']):,}"),
             figures("output tokens/s", "summary/output_token_throughput"),
             figures("first token, ms", "summary/ttft_ms/p50"),
             figures("per output token, ms", "summary/tpot_ms/p50", ".1f"),
@@ -108,6 +115,34 @@ TABLES = (
             figures("prompt tokens/s", "medians/prompt_tokens_per_s"),
             figures("streams' tokens/s", "medians/stream_tokens_per_s"),
             figures("gap without long prompts, ms", "medians/quiet_itl_p50_ms", ".1f"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "equal-memory",
+        Source("equal-memory-135m-xeon-avx512-2-cores", where="Intel Xeon with AVX-512, 2 cores", recorded="01c6d66"),
+        named("engines"),
+        (
+            chosen("", "name", _memories),
+            figures("output tokens/s", "tokens_per_s"),
+            figures("s", "seconds"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "streams",
+        Source("host-path-2-cores"),
+        streams,
+        (
+            figures("streams", "streams"),
+            figures("step, ms", "step_ms"),
+            figures("prompt and output tokens", "prompt_tokens,output_tokens"),
+            text("server", "server"),
+            figures("tokens/s", "tokens_per_s"),
+            figures("device's tokens/s", "ideal"),
+            percent("device idle", "idle", ".0f"),
+            figures("p99 of gaps, ms", "gap_ms/p99"),
+            figures("CPU a token, us: first process, its children, client", _CPU, ".1f"),
         ),
     ),
     _gains(

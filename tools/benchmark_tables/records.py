@@ -119,6 +119,16 @@ def mean_rounds(data: Any) -> Sequence[Any]:
     ]
 
 
+def streams(data: Any) -> Sequence[Any]:
+    """The cases of `host_path.py`, each with the servers that it was measured with."""
+    cases = [
+        {**case, **run["settings"], "server": label.partition(",")[0]}
+        for label, run in data.items()
+        for case in run["cases"]
+    ]
+    return sorted(cases, key=lambda case: (case["prompt_tokens"], case["streams"]))
+
+
 def waiting(data: Any) -> Sequence[Any]:
     """What a step costs the scheduler, for each kind of queue and length of it."""
     found: dict[str, Any] = {}
@@ -131,7 +141,7 @@ def waiting(data: Any) -> Sequence[Any]:
 def launches(data: Any) -> Sequence[Any]:
     """Seconds of a step of the small shape on a GPU, for decoding and for prompts."""
     times = data["small_shape_one_step_a_launch_s"]
-    prompts = {f"prompt of {name[2:-2]} tokens": s for name, s in times["prompts, again"].items()}
+    prompts = {f"prompt of {int(name[2:-2]):,} tokens": s for name, s in times["prompts, again"].items()}
     decoding = {name: s for name, s in times.items() if isinstance(s, float)}
     return [{"name": name, "s": s} for name, s in (decoding | prompts).items()]
 

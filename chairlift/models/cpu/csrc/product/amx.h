@@ -9,7 +9,7 @@ template <bool TWO_ROW_TILES, bool TWO_PANELS>
 INLINE void multiply_tiles(const bf16* a, int64_t lda, const bf16* b, int64_t depth, float* c, int64_t ldc,
                            bool is_first, Prefetch& prefetch) {
     constexpr int64_t STEP = 64 / sizeof(bf16), TILE = 1024 / sizeof(bf16);
-    const int64_t panel = depth * LANES, stride = lda * sizeof(bf16), c_stride = ldc * 4;
+    const int64_t panel_size = depth * LANES, stride = lda * sizeof(bf16), c_stride = ldc * 4;
     finish_stores();
     _tile_zero(0);
     if (TWO_PANELS) _tile_zero(1);
@@ -22,11 +22,11 @@ INLINE void multiply_tiles(const bf16* a, int64_t lda, const bf16* b, int64_t de
                 constexpr int64_t AHEAD = TWO_ROW_TILES ? FAR_PREFETCH_BYTES : PREFETCH_BYTES;
                 constexpr int LEVEL = TWO_ROW_TILES ? 2 : 3;  // the first-level cache has no room so far ahead
                 __builtin_prefetch((const char*)b + AHEAD + line * 64, 0, LEVEL);
-                if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel) + AHEAD + line * 64, 0, LEVEL);
+                if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel_size) + AHEAD + line * 64, 0, LEVEL);
             }
         for (int i = 0; i < prefetch.lines_per_step; i++, prefetch.next += 64) __builtin_prefetch(prefetch.next, 0, 2);
         _tile_stream_loadd(6, b, 64);  // the first-level cache is kept for A
-        if (TWO_PANELS) _tile_stream_loadd(7, b + panel, 64);
+        if (TWO_PANELS) _tile_stream_loadd(7, b + panel_size, 64);
         _tile_loadd(4, a + k, stride);
         _tile_dpbf16ps(0, 4, 6);
         if (TWO_PANELS) _tile_dpbf16ps(1, 4, 7);

@@ -101,6 +101,29 @@ def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, rule
     assert_alike(byte_level_file(tmp_path, original, rule), original)
 
 
+# Tokens by llama.cpp's own tokenizer from the same file.
+FOUND_WHOLE = {
+    "<|开始|>a": ["<|开始|>", "a"],
+    "a<|用户|> b<|用": ["a", "<|用户|>", "Ġ", "b", "<", "|", "ç", "Ķ", "¨"],
+    "a  b": ["a", "  ", "b"],
+    "a   b": ["a", "  ", "Ġ", "b"],
+    "日": ["æ", "Ĺ", "¥"],
+}
+
+
+def test_tokens_outside_the_byte_alphabet_are_found_whole(tmp_path: Path) -> None:
+    """As DeepSeek's special tokens and MPT's runs of spaces are. Their ids are those of the file."""
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "日"]
+    original = BackendTokenizer(models.BPE({name: index for index, name in enumerate(names)}, [("Ġ", "Ġ")]))
+    original.add_special_tokens([AddedToken("<|开始|>", normalized=False)])
+    original.add_tokens([AddedToken(name, normalized=False) for name in ("<|用户|>", "  ")])
+    tokenizer = byte_level_file(tmp_path, original, "mpt", add_bos=True, bos=len(names))
+    found = {text: tokenizer.entries(tokenizer.encode(text, add_special_tokens=False)) for text in FOUND_WHOLE}
+    assert found == FOUND_WHOLE
+    assert tokenizer.encode("<|用户|>  ") == [len(names), len(names) + 1, len(names) + 2]
+    assert tokenizer.decode(tokenizer.encode("日<|用户|>   b")) == "日<|用户|>   b"
+
+
 def test_a_word_that_is_a_token_needs_no_merges_where_the_model_has_it_so(tmp_path: Path) -> None:
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "zyxwv"]
     original = BackendTokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))

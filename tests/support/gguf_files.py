@@ -177,10 +177,13 @@ def add_sentence_piece_tokenizer(
 
 def _add_tokens(writer: GGUFWriter, backend: BackendTokenizer, size: int | None, flags: dict[str, bool]) -> None:
     names = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
-    special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    added = {
+        index: TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        for index, token in backend.get_added_tokens_decoder().items()
+    }
     count = size or len(names)
     writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(count)])
     kinds = [TokenType.NORMAL if index in names else TokenType.UNUSED for index in range(count)]
-    writer.add_token_types([TokenType.CONTROL if index in special else kind for index, kind in enumerate(kinds)])
+    writer.add_token_types([added.get(index, kind) for index, kind in enumerate(kinds)])
     for name, value in flags.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)

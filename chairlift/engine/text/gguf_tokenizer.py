@@ -1,13 +1,14 @@
-"""Makes the tokenizer that a GGUF file describes: uses transformers' converter, and corrects its errors.
+"""Makes the tokenizer that a GGUF file describes, so that texts become the same tokens as in llama.cpp.
 
-If the converter does not know the file's rule for splitting text (`tokenizer.ggml.pre`), it silently uses GPT-2's, and
-only the model's output becomes worse. So the rule must be known, to the converter or here.
+From transformers come the patterns by which rules (`tokenizer.ggml.pre`) split text, and the way from the scores of
+SentencePiece's tokens to merges. A file with an unknown rule is refused: another rule's tokens would spoil the model's
+output, and nothing would show it.
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -16,109 +17,131 @@ from chairlift.models.gguf import GGUFFile
 
 _PREFIX = "tokenizer.ggml."
 _SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # as `tokenizer.ggml.model` has them
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found whole in a text, as `token_type` has them
 _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
 _PHI3, _PHI3_KEEPS = "phi3", {"<unk>", "<s>", "<|endoftext|>"}  # the architecture; tokens that swallow no white space
+_GEMMA = "gemma"  # how the names of its architectures begin
 # Words that are tokens need no merges; and texts begin with the BOS token unless the file says otherwise.
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-_NAMES = {
-    "model": "tokenizer_type",
-    "pre": "pre_tokenizer_type",
-    **{name: name for name in ("tokens", "scores", "token_type", "merges")},
-}
-"""Metadata fields, and the converter's names for them."""
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_MARK = "▁"  # a space in SentencePiece's tokens
 
 
 def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Makes it from a file's metadata. CheckpointError for an unknown kind of tokenizer or rule of splitting text."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer  # slow to import
-    except ImportError as error:
-        raise CheckpointError("a GGUF file's tokenizer needs transformers 5.18 or newer; upgrade it") from error
     given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
-    kind, rule = given.get("model"), given.get("pre")
-    if kind not in (_SENTENCE_PIECE, _BYTE_LEVEL):
-        raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
-    described = {
-        theirs: value.tolist() if isinstance(value := given[ours], np.ndarray) else value
-        for ours, theirs in _NAMES.items()
-        if ours in given
-    }
-    if kind == _BYTE_LEVEL:
-        described.setdefault("merges", [])  # an empty list is not in the file
-    architecture = file.metadata["general.architecture"]
-    backend, _ = convert_gguf_tokenizer(architecture, described)
-    backend = _with_added_tokens(backend, _added_tokens(backend, len(given["tokens"]), architecture))
-    if kind == _BYTE_LEVEL:
-        _set_rule(backend, rule)
+    kind, rule, architecture = given.get("model"), given.get("pre"), file.metadata["general.architecture"]
+    special = _special_tokens(given)
+    if kind == _SENTENCE_PIECE:
+        backend = _sentence_piece(given, architecture, special["unk_token"])
+    elif kind == _BYTE_LEVEL:
+        backend = _byte_level(given, rule)
     else:
-        _set_spaces(backend, given.get("add_space_prefix", not architecture.startswith("gemma")))
-    return _wrapped(backend, file, given, begins=kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS)
-
-
-def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], begins: bool) -> PreTrainedTokenizerFast:
-    tokens = given["tokens"]
-    special = {name: given.get(f"{theirs}_token_id") for name, theirs in _SPECIALS.items()}
-    for name, token in special.items():
-        if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
-            raise CheckpointError(f"its {name} is {shown(token)}, and there are {len(tokens)} tokens")
+        raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
+    _add_whole_tokens(backend, given, architecture)
+    begins = kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         add_bos_token=given.get("add_bos_token", begins) and special["bos_token"] is not None,
         add_eos_token=given.get("add_eos_token", False) and special["eos_token"] is not None,
-        **{name: tokens[token] for name, token in special.items() if token is not None},
+        **{name: token for name, token in special.items() if token is not None},
     )
 
 
-def _added_tokens(backend: BackendTokenizer, size: int, architecture: str) -> list[AddedToken]:
-    """Those of the file, without special tokens that the converter adds by default but the model does not have.
-
-    Phi-3's tokens swallow the white space after them, which its template relies on, and no file says so.
-    """
-    added = [token for index, token in sorted(backend.get_added_tokens_decoder().items()) if index < size]
-    if architecture != _PHI3:
-        return added
-    return [
-        AddedToken(token.content, normalized=False, special=token.special, rstrip=token.content not in _PHI3_KEEPS)
-        for token in added
-    ]
+def _special_tokens(given: dict[str, Any]) -> dict[str, str | None]:
+    """Each by transformers' name for it."""
+    tokens = given.get("tokens", ())
+    special: dict[str, str | None] = {}
+    for name, theirs in _SPECIALS.items():
+        token = given.get(f"{theirs}_token_id")
+        if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
+            raise CheckpointError(f"its {name} is {shown(token)}, and there are {len(tokens)} tokens")
+        special[name] = None if token is None else tokens[token]
+    return special
 
 
-def _with_added_tokens(backend: BackendTokenizer, added: list[AddedToken]) -> BackendTokenizer:
-    rebuilt: Any = BackendTokenizer(backend.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (value := getattr(backend, part)) is not None:
-            setattr(rebuilt, part, value)
-    rebuilt.add_special_tokens([token for token in added if token.special])
-    rebuilt.add_tokens([token for token in added if not token.special])
-    return cast("BackendTokenizer", rebuilt)
+def _byte_level(given: dict[str, Any], rule: object) -> BackendTokenizer:
+    """The file spells tokens that are found whole as they are, and all others in the byte alphabet."""
+    vocab = {token: index for index, token in enumerate(given["tokens"])}
+    backend: Any = BackendTokenizer(models.BPE(vocab, _merges_of(given), ignore_merges=rule in _WHOLE_WORDS))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splitting(rule))
+    backend.decoder = decoders.ByteLevel()
+    return backend  # type: ignore[no-any-return]
 
 
-def _set_rule(backend: BackendTokenizer, rule: object) -> None:
-    writing: Any = backend
+def _merges_of(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those that the file has; an empty list is not in it."""
+    return [merge.partition(" ")[::2] for merge in given.get("merges", ())]
+
+
+def _splitting(rule: object) -> list[pre_tokenizers.PreTokenizer]:
     if rule in _DIGITS_ALONE:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        writing.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    elif rule in _WHOLE_WORDS:
-        writing.model.ignore_merges = True
-    elif rule not in _GPT2_RULES and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if rule in _GPT2_RULES:
+        return [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if (pattern := _converter().GGUF_PRE_TOKENIZER_SPLITS.get(rule)) is None:
         raise CheckpointError(
             f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {shown(rule)}); name a directory with"
             " the model's own tokenizer as tokenizer"
         )
+    return [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
 
 
-def _set_spaces(backend: BackendTokenizer, has_first: bool) -> None:
-    """Writes spaces as U+2581. `has_first`: one more precedes a text, also after an added token, as in llama.cpp.
+def _converter() -> Any:
+    """The module of transformers that has the tables and what makes merges."""
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping  # slow to import
+    except ImportError as error:
+        raise CheckpointError("a GGUF file's tokenizer needs transformers 5.18 or newer; upgrade it") from error
+    return gguf_tokenizer_mapping
 
-    The converter leaves that one out where a text begins with a space by itself, and so makes " a" the same as "a".
+
+def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | None) -> BackendTokenizer:
+    """One more space precedes a text unless the file says otherwise, also after a token that is found whole."""
+    tokens, is_gemma = given["tokens"], architecture.startswith(_GEMMA)
+    if is_gemma:  # the file has runs of spaces as they are
+        tokens = [_MARK * len(token) if token.strip(" ") == "" else token for token in tokens]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = _merges_of(given) or _converter().generate_merges(
+        vocab, dict(zip(tokens, _ranks(given, is_gemma), strict=True))
+    )
+    backend: Any = BackendTokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces, has_first = normalizers.Replace(" ", _MARK), given.get("add_space_prefix", not is_gemma)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if has_first else spaces
+    parts = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_first else parts)
+    return backend  # type: ignore[no-any-return]
+
+
+def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[float]:
+    """For each token a rank. Two tokens become the one that ranks highest."""
+    if is_gemma:  # its scores do not follow the order of its merges
+        return [-index for index in range(len(given["tokens"]))]
+    return [float(score) for score in given["scores"]]
+
+
+def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architecture: str) -> None:
+    """Adds the tokens that are found whole in a text; all but user-defined ones are special.
+
+    Phi-3's swallow the white space after them, which its template relies on, and no file says so.
     """
-    writing: Any = backend
-    spaces = normalizers.Replace(" ", "▁")
-    writing.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_first else spaces
-    writing.pre_tokenizer = None
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    writing.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_first else parts)
+    kinds = {token: kind for token, kind in zip(given["tokens"], given.get("token_type", ()), strict=False)}
+    vocab = backend.get_vocab(with_added_tokens=False)
+    added = [
+        AddedToken(
+            token,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            rstrip=architecture == _PHI3 and token not in _PHI3_KEEPS,
+        )
+        for token, kind in kinds.items()
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocab
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFWriter, TokenType
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -208,6 +208,28 @@ def test_a_sentence_piece_tokenizer_is_llama_cpps(
     flags: dict[str, Any] = {} if adds_space is None else {"add_space_prefix": adds_space}
     tokenizer = sentence_piece_file(tmp_path, **flags)
     assert {text: pieces_of(tokenizer, text) for text in expected} == expected
+
+
+def scored(tokens: dict[str, tuple[TokenType, float]]) -> Callable[[GGUFWriter], None]:
+    """Writes SentencePiece's tokens with their types and scores."""
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(list(tokens))
+        writer.add_token_types([kind for kind, _ in tokens.values()])
+        writer.add_token_scores([score for _, score in tokens.values()])
+
+    return write
+
+
+def test_gemmas_runs_of_spaces_come_before_all_other_tokens(tmp_path: Path) -> None:
+    """Whatever their scores, and the longest first. The file has them as spaces. Expected tokens are llama.cpp's."""
+    runs = {" " * size: (TokenType.USER_DEFINED, -1000.0) for size in range(2, 6)}
+    pieces = {piece: (TokenType.NORMAL, float(-index)) for index, piece in enumerate(PIECES) if piece != "▁▁"}
+    tokenizer = written_for("gemma2", tmp_path / "model.gguf", scored({**pieces, **runs}), {"bos": 1, "eos": 2})
+    lengths = {size: [*map(len, tokenizer.entries(tokenizer.encode(" " * size, False)))] for size in (1, 4, 8, 12)}
+    assert lengths == {1: [1], 4: [4], 8: [5, 3], 12: [5, 5, 2]}
+    assert pieces_of(tokenizer, "  the\n   the") == "▁▁ the <0x0A> ▁▁▁ the"
 
 
 def test_phi3s_special_tokens_take_the_white_space_after_them(tmp_path: Path) -> None:

@@ -121,8 +121,9 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
 
 def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[float]:
     """For each token a rank. Two tokens become the one that ranks highest."""
-    if is_gemma:  # its scores do not follow the order of its merges
-        return [-index for index in range(len(given["tokens"]))]
+    if is_gemma:
+        # The scores of its user-defined tokens (runs of spaces and such) mean nothing: they come first, all alike.
+        return [1 if kind == _USER_DEFINED else -index for index, kind in enumerate(given["token_type"])]
     return [float(score) for score in given["scores"]]
 
 

@@ -232,6 +232,11 @@ def test_gemmas_runs_of_spaces_come_before_all_other_tokens(tmp_path: Path) -> N
     assert pieces_of(tokenizer, "  the\n   the") == "▁▁ the <0x0A> ▁▁▁ the"
 
 
+def test_a_file_that_names_no_special_tokens_has_llamas(tmp_path: Path) -> None:
+    tokenizer = written(tmp_path / "model.gguf", scored({piece: (TokenType.NORMAL, 0.0) for piece in PIECES}))
+    assert (tokenizer.encode("a")[0], tokenizer.eos_token_id) == (PIECES.index("<s>"), PIECES.index("</s>"))
+
+
 def test_phi3s_special_tokens_take_the_white_space_after_them(tmp_path: Path) -> None:
     """As in the model's own tokenizer, and in llama.cpp's for it. The file does not say so."""
     tokenizer = sentence_piece_file(tmp_path, "phi3")

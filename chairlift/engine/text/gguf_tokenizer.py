@@ -25,6 +25,7 @@ _GEMMA = "gemma"  # how the names of its architectures begin
 # Words that are tokens need no merges; and texts begin with the BOS token unless the file says otherwise.
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SENTENCE_PIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # those of a file that names none
 _MARK = "▁"  # a space in SentencePiece's tokens
 
 
@@ -32,10 +33,11 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Makes it from a file's metadata. CheckpointError for an unknown kind of tokenizer or rule of splitting text."""
     given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
     kind, rule, architecture = given.get("model"), given.get("pre"), file.metadata["general.architecture"]
-    special = _special_tokens(given)
     if kind == _SENTENCE_PIECE:
+        special = _special_tokens(given, _SENTENCE_PIECE_IDS)
         backend = _sentence_piece(given, architecture, special["unk_token"])
     elif kind == _BYTE_LEVEL:
+        special = _special_tokens(given, {})
         backend = _byte_level(given, rule)
     else:
         raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
@@ -51,12 +53,12 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     )
 
 
-def _special_tokens(given: dict[str, Any]) -> dict[str, str | None]:
-    """Each by transformers' name for it."""
-    tokens = given.get("tokens", ())
+def _special_tokens(given: dict[str, Any], habits: dict[str, int]) -> dict[str, str | None]:
+    """Each by transformers' name for it. `habits`: ids where the file is silent, by its names."""
+    tokens = given["tokens"]
     special: dict[str, str | None] = {}
     for name, theirs in _SPECIALS.items():
-        token = given.get(f"{theirs}_token_id")
+        token = given.get(f"{theirs}_token_id", habits.get(theirs))
         if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
             raise CheckpointError(f"its {name} is {shown(token)}, and there are {len(tokens)} tokens")
         special[name] = None if token is None else tokens[token]

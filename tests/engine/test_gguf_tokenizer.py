@@ -232,6 +232,14 @@ def test_gemmas_runs_of_spaces_come_before_all_other_tokens(tmp_path: Path) -> N
     assert pieces_of(tokenizer, "  the\n   the") == "▁▁ the <0x0A> ▁▁▁ the"
 
 
+def test_tokens_with_one_score_are_made_in_the_files_order(tmp_path: Path) -> None:
+    """Some converters write one score for all tokens, and a vocabulary has them in the order of its merges."""
+    pieces = [*PIECES[: PIECES.index("▁")], *"▁thea", "th", "ea", "the", "▁th"]
+    tokens = {piece: (TokenType.NORMAL, -1000.0) for piece in pieces}
+    tokenizer = written(tmp_path / "model.gguf", scored(tokens))
+    assert pieces_of(tokenizer, "thea the") == "▁th ea ▁ the"
+
+
 def test_a_file_that_names_no_special_tokens_has_llamas(tmp_path: Path) -> None:
     tokenizer = written(tmp_path / "model.gguf", scored({piece: (TokenType.NORMAL, 0.0) for piece in PIECES}))
     assert (tokenizer.encode("a")[0], tokenizer.eos_token_id) == (PIECES.index("<s>"), PIECES.index("</s>"))

@@ -121,12 +121,12 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     return backend  # type: ignore[no-any-return]
 
 
-def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[float]:
-    """For each token a rank. Two tokens become the one that ranks highest."""
+def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[tuple[float, int]]:
+    """For each token a rank. Two tokens become the one that ranks highest: by its score, or else the first."""
     if is_gemma:
         # The scores of its user-defined tokens (runs of spaces and such) mean nothing: they come first, all alike.
-        return [1 if kind == _USER_DEFINED else -index for index, kind in enumerate(given["token_type"])]
-    return [float(score) for score in given["scores"]]
+        return [(1, 0) if kind == _USER_DEFINED else (0, -index) for index, kind in enumerate(given["token_type"])]
+    return [(float(score), -index) for index, score in enumerate(given["scores"])]
 
 
 def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architecture: str) -> None:

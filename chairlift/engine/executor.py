@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine
@@ -20,7 +20,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import Checkpoint, find_obstacle, load_forward, open_checkpoint
 from chairlift.models.attention import Forward
-from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
+from chairlift.models.loader import count_parameters, grouped_size
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,8 @@ class Executor:
 
     def _make_runner(self, forward: Forward, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape
-        params = KVCacheParams(TORCH_DTYPES[self.config.dtype], shape.num_kv_heads, shape.head_dim)
         num_slots = self.config.num_slots + (recorder is not None)
-        self.cache = allocate_cache(params, num_slots, shape.num_layers, self.config)
+        self.cache = allocate_cache(shape.kept(self.config.dtype), num_slots, self.config)
         last_tokens = LastTokens(num_slots, device)
         graphs = None if recorder is None else self._make_graphs(recorder, forward, last_tokens)
         sampler = Sampler(self.vocab_size, num_slots, device)

@@ -54,7 +54,7 @@ def find_obstacle(
         case AttentionBackend.CPU:
             return cpu.find_obstacle(model, dtype, device, num_ranks)
         case AttentionBackend.FLASH_ATTN:
-            return flash.find_obstacle(model.head_dim, dtype, device)
+            return flash.find_obstacle(model.head_dims, dtype, device)
         case AttentionBackend.TORCH:
             return None
 
@@ -74,7 +74,8 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
             ) from error
     if device.type == "cpu":
         return torch_sdpa.TorchBackend(model.attention)
-    if flash.is_varlen_available(model.head_dim, dtype, model.attention_softcap):
+    has_softcap = any(each.softcap is not None for each in model.attention.values())
+    if model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap):
         return flash.TorchVarlenBackend(model.attention)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares each new shape anew, and prompts have many
     logger.info("attention: torch copies the slots of decode rows together, which costs bandwidth")

@@ -18,8 +18,9 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError, shown
+from chairlift.models.blocks import EMBEDDING, HEAD
 from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
-from chairlift.models.config import EMBEDDING, HEAD, ModelConfig, ModelShape
+from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf

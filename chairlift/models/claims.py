@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.config import MAX_POSITIONS
+from chairlift.models.rotary import MAX_POSITIONS
 from chairlift.models.stored import CompressedWeights, SafetensorsWeights
 
 MAX_LAYERS = 1024

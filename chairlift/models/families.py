@@ -5,7 +5,7 @@ more entry.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +13,10 @@ import transformers
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.config import LAYER_TYPES, Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
+from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm
+from chairlift.models.config import LAYER_TYPES, ModelConfig
 from chairlift.models.rope import read_rope
+from chairlift.models.rotary import RopeConfig
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -25,65 +27,81 @@ _ACTIVATIONS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
+Differences = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How an architecture differs from a plain decoder with norms before attention and MLP."""
 
     config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
-    differences: dict[str, Any]  # fields of ModelConfig: what they always are, or a function of that class's object
+    # Fields of AttentionBlock, DenseMLPBlock and ModelConfig: what they always are, or functions of its object.
+    attention: Differences = field(default_factory=dict)
+    mlp: Differences = field(default_factory=dict)
+    model: Differences = field(default_factory=dict)
     has_windows: bool = False  # in the layers that layer_types says, or in all
     is_partly_rotated: bool = False  # rope turns the share of a head that partial_rotary_factor says
     ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
 
 
 _ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
-_BIASES = {**_ATTENTION_BIAS, "has_mlp_bias": attrgetter("mlp_bias")}
+_MLP_BIAS = {"has_bias": attrgetter("mlp_bias")}
 _MULTIPLIERS = {
     "embedding_scale": attrgetter("embedding_multiplier"),
     "residual_scale": attrgetter("residual_multiplier"),
-    "attention_scale": attrgetter("attention_multiplier"),
     "logits_divisor": attrgetter("logits_scaling"),
 }
+_GEMMA_ATTENTION = {**_ATTENTION_BIAS, "scale": lambda config: config.query_pre_attn_scalar**-0.5}
 _GEMMA = {
-    **_ATTENTION_BIAS,
     "norms": Norms.PRE_AND_POST,
     "has_offset_norms": True,
     "embedding_scale": lambda config: config.hidden_size**0.5,
-    "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
     "logits_softcap": attrgetter("final_logit_softcapping"),
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family("LlamaConfig", _BIASES),
-    "MistralForCausalLM": Family("MistralConfig", {}, has_windows=True),
+    "LlamaForCausalLM": Family("LlamaConfig", _ATTENTION_BIAS, _MLP_BIAS),
+    "MistralForCausalLM": Family("MistralConfig", has_windows=True),
     "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
     "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
     "SmolLM3ForCausalLM": Family(
         "SmolLM3Config",
-        _BIASES,
+        _ATTENTION_BIAS,
+        _MLP_BIAS,
         has_windows=True,
         ropes=lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
     ),
-    "GraniteForCausalLM": Family("GraniteConfig", {**_BIASES, **_MULTIPLIERS}),
-    "Phi3ForCausalLM": Family("Phi3Config", {"has_fused_tensors": True}, has_windows=True, is_partly_rotated=True),
-    "Olmo2ForCausalLM": Family("Olmo2Config", {**_ATTENTION_BIAS, "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS}),
+    "GraniteForCausalLM": Family(
+        "GraniteConfig", {**_ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")}, _MLP_BIAS, _MULTIPLIERS
+    ),
+    "Phi3ForCausalLM": Family(
+        "Phi3Config", {"is_fused": True}, {"is_fused": True}, has_windows=True, is_partly_rotated=True
+    ),
+    "Olmo2ForCausalLM": Family(
+        "Olmo2Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.ALL_HEADS}, model={"norms": Norms.POST}
+    ),
     "Gemma2ForCausalLM": Family(
-        "Gemma2Config", {**_GEMMA, "attention_softcap": attrgetter("attn_logit_softcapping")}, has_windows=True
+        "Gemma2Config",
+        {**_GEMMA_ATTENTION, "softcap": attrgetter("attn_logit_softcapping")},
+        model=_GEMMA,
+        has_windows=True,
     ),
     "Gemma3ForCausalLM": Family(
         "Gemma3TextConfig",
-        {**_GEMMA, "qk_norm": QKNorm.HEAD},
+        {**_GEMMA_ATTENTION, "qk_norm": QKNorm.HEAD},
+        model=_GEMMA,
         has_windows=True,
         ropes=lambda config: _ropes_by_type(config),
     ),
-    "SeedOssForCausalLM": Family("SeedOssConfig", {**_BIASES, "has_output_bias": attrgetter("attention_out_bias")}),
+    "SeedOssForCausalLM": Family(
+        "SeedOssConfig", {**_ATTENTION_BIAS, "has_output_bias": attrgetter("attention_out_bias")}, _MLP_BIAS
+    ),
     "InternLM3ForCausalLM": Family(  # not every version of transformers has its class, and Llama's keeps unknown fields
         "LlamaConfig",
         {
             "has_qkv_bias": lambda config: getattr(config, "qkv_bias", config.attention_bias),
             "has_output_bias": lambda config: getattr(config, "bias", config.mlp_bias),
-            "has_mlp_bias": lambda config: getattr(config, "bias", config.mlp_bias),
         },
+        {"has_bias": lambda config: getattr(config, "bias", config.mlp_bias)},
     ),
 }
 """By architecture, as `config.json` names it."""
@@ -107,26 +125,36 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         head_dim = config.hidden_size // config.num_attention_heads
     windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
     ropes = _read_ropes(family, config, head_dim)
-    differences = {
-        name: value(config) if callable(value) else value
-        for name, value in {"attention_scale": head_dim**-0.5, **family.differences}.items()
+    attention = {
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        **_resolve(family.attention, config),
     }
+    mlp = DenseMLPBlock(
+        intermediate_size=config.intermediate_size,
+        activation=_read_activation(config),
+        **_resolve(family.mlp, config),
+    )
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        layers=tuple(map(LayerConfig, ropes, windows)),
+        layers=tuple(
+            (AttentionBlock(rope=rope, window=window, **attention), mlp)
+            for rope, window in zip(ropes, windows, strict=False)
+        ),
         max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
         dtype=read_dtype(config),
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         is_tied=config.tie_word_embeddings,
-        activation=_read_activation(config),
-        **differences,
+        **_resolve(family.model, config),
     )
+
+
+def _resolve(differences: Differences, config: Any) -> dict[str, Any]:
+    return {name: value(config) if callable(value) else value for name, value in differences.items()}
 
 
 def _ropes_by_type(config: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.device import compiled_on_gpu
-from chairlift.models.config import Activation, ModelConfig
 from chairlift.models.grouped import GroupedWeight
 
 
@@ -82,21 +81,6 @@ class RMSNorm(nn.Module):
         return _add_rms_norm(x, delta, self.weight, self.eps, self.is_offset)
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up as one product (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.has_mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.has_mlp_bias)
-        self._multiply = _silu_mul if config.activation is Activation.SILU else _gelu_tanh_mul
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden] -> [T, hidden]`"""
-        projected: torch.Tensor = self.down_proj(self._multiply(self.gate_up_proj(x)))
-        return projected
-
-
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
     # On a CPU torch's own rms_norm is a composite of twice as many operators.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -120,20 +104,12 @@ def _add_rms_norm(
 
 
 @compiled_on_gpu
-def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[T, 2 N] -> [T, N]`"""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@compiled_on_gpu
-def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[T, 2 N] -> [T, N]`"""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-@compiled_on_gpu
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """c tanh(x / c): close to x for small x, and never beyond c."""
     return torch.tanh(scores / cap) * cap
+
+
+def pad_rows(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Pads the first dimension with zeros to a multiple; the result is dense."""
+    missing = -len(tensor) % multiple
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)).contiguous() if missing else tensor.contiguous()

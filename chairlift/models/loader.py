@@ -2,9 +2,8 @@
 
 Names and shapes are compared before anything is allocated. Then weights go straight to their places on the model's
 device, so that the host never holds more than one tensor of them. Matrices in groups of small integers keep that format
-if the model's backend multiplies it; otherwise they are dequantized to the model's dtype. Three tables say where a
-checkpoint's tensors differ from the wiring's: `NORM_NAMES`, `_stacked` (which of them are stacked into one parameter,
-in order) and `_ignored` (which of them the model does not need).
+if the model's backend multiplies it; otherwise they are dequantized to the model's dtype. The blocks say which tensors
+of a checkpoint are stacked in which parameter (`ModelConfig.weights`), and `_ignored` which the model does not need.
 """
 
 import functools
@@ -20,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError, named, sized
+from chairlift.models.blocks import EMBEDDING, HEAD, Weight
 from chairlift.models.checkpoint import Checkpoint
-from chairlift.models.config import EMBEDDING, HEAD, NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
+from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, stack_rows
 from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
-
-TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
 
 def load_model(
@@ -257,11 +255,11 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
 
     CheckpointError if names or shapes are not exactly those of the reader.
     """
-    norms, stacked = NORM_NAMES[model.config.norms], _stacked(model.config)
-    parts = {
-        name: _parts_of(".".join(norms.get(part, part) for part in name.split(".")), tuple(parameter.shape), stacked)
-        for name, parameter in model.named_parameters()
-    }
+    weights = {weight.module: weight for weight in model.config.weights()}
+    parts = {}
+    for name, parameter in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        parts[name] = _parts_of(weights[module], leaf, tuple(parameter.shape))
     if model.config.is_tied and EMBEDDING not in reader.tensors and HEAD in reader.tensors:
         parts[EMBEDDING] = {HEAD: parts[EMBEDDING][EMBEDDING]}  # either of the two may be stored
     needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
@@ -272,17 +270,6 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
         if (found := reader.tensors[name].shape) != shape:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; the model needs {list(shape)}")
     return {name: list(shapes) for name, shapes in parts.items()}
-
-
-def _stacked(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """The wiring's modules -> the checkpoint's that are stacked in it, in order, and the rows of each."""
-    if config.has_fused_tensors:
-        return {}
-    kv_rows = config.num_kv_heads * config.head_dim
-    return {
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_rows, "v_proj": kv_rows},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-    }
 
 
 def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
@@ -314,12 +301,11 @@ def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None
         )
 
 
-def _parts_of(name: str, shape: tuple[int, ...], stacked: dict[str, dict[str, int]]) -> dict[str, tuple[int, ...]]:
-    """The parts with shapes: `...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; others are one part."""
-    for target, rows in stacked.items():
-        if f".{target}." in name:
-            return {name.replace(f".{target}.", f".{part}."): (size, *shape[1:]) for part, size in rows.items()}
-    return {name: shape}
+def _parts_of(weight: Weight, leaf: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors that are stacked in a parameter, with their shapes."""
+    if len(weight.parts) == 1:
+        return {f"{weight.parts[0].name}.{leaf}": shape}
+    return {f"{part.name}.{leaf}": (part.length, *shape[1:]) for part in weight.parts}
 
 
 def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:

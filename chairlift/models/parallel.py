@@ -1,13 +1,14 @@
 """A model over several devices, a process (rank) for each: tensor parallelism (Shoeybi et al., "Megatron-LM", 2019).
 
 A rank has its share of the heads, of the MLPs' inner features and of the vocabulary: a smaller decoder with the usual
-wiring. A few of its modules combine what the ranks compute (`CheckpointPart.connect`):
+wiring. Each block says how its weights are cut (`Cut`), and so which modules combine what the ranks compute
+(`CheckpointPart.connect`):
 
-    qkv_proj, gate_up_proj   the rows of the rank's heads and features     nothing: each continues with its own
-    o_proj, down_proj        the columns of the same                       the outputs are added up
-    embed_tokens             the rows of the rank's tokens                 zeros for other tokens, added up
-    lm_head                  the same rows                                 logits are put side by side
-    q_norm, k_norm           if they span all heads, those of the rank     the mean of the squares
+    ROWS          qkv_proj, gate_up_proj   nothing: each continues with its own heads and features
+                  q_norm, k_norm           if they span all heads, the mean of the squares
+    COLUMNS       o_proj, down_proj        the outputs are added up
+    PADDED_ROWS   embed_tokens             zeros for other tokens, added up
+                  lm_head                  logits are put side by side
 
 So hidden states and logits are the same on every rank, bit for bit. Where there are fewer key/value heads than ranks,
 several ranks have a copy of the same one.
@@ -22,8 +23,9 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from chairlift.errors import CheckpointError, named
+from chairlift.models.blocks import Cut, Part
 from chairlift.models.checkpoint import Checkpoint
-from chairlift.models.config import ModelConfig, QKNorm
+from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import RMSNorm
 from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader
@@ -79,9 +81,7 @@ class CheckpointPart(Checkpoint):
         assert isinstance(whole, ModelConfig), "other decoders are not divided"
         part = replace(
             whole,
-            num_heads=whole.num_heads // size,
-            num_kv_heads=max(1, whole.num_kv_heads // size),
-            intermediate_size=whole.intermediate_size // size,
+            layers=tuple(tuple(block.divide(size) for block in layer) for layer in whole.layers),
             vocab_size=-(-whole.vocab_size // size),  # the last rows of the last ranks may be padding
         )
         return cls(checkpoint.path, part, whole=whole, group=group)
@@ -93,13 +93,14 @@ class CheckpointPart(Checkpoint):
     def connect(self, model: Decoder) -> None:
         """Connects the rank's decoder, once it is loaded, with those of the others."""
         group, vocab_size = self.group, self.whole.vocab_size
-        for layer in model.layers:
-            attention = layer.self_attn
-            for product in (attention.o_proj, layer.mlp.down_proj):
-                product.register_forward_hook(lambda _module, _inputs, output: group.add_up(output))
-            if self.whole.qk_norm is QKNorm.ALL_HEADS and attention.q_norm is not None and attention.k_norm is not None:
-                attention.q_norm = _SpreadNorm(attention.q_norm, group)
-                attention.k_norm = _SpreadNorm(attention.k_norm, group)
+        cuts = {weight.module: weight.cut for weight in self.whole.weights()}
+        for name, module in list(model.named_modules()):
+            cut = cuts.get(name)
+            if cut is Cut.COLUMNS:
+                module.register_forward_hook(lambda _module, _inputs, output: group.add_up(output))
+            elif cut is Cut.ROWS and isinstance(module, RMSNorm):
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, _SpreadNorm(module, group))
         model.model.embed_tokens = _SpreadEmbedding(model.model.embed_tokens.weight, group)
         model.lm_head.register_forward_hook(lambda _module, _inputs, output: group.put_together(output)[:, :vocab_size])
 
@@ -112,17 +113,12 @@ def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
         return f"{what}, which one process reads; choose safetensors in bfloat16, float16 or float32, or leave it out"
     if not isinstance(config, ModelConfig):
         return f"{config.architecture} is none of the families that docs/models.md lists"
-    if config.num_heads % size:
-        return f"its {config.num_heads} attention heads cannot be divided by that"
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        return f"its {config.num_kv_heads} key/value heads can neither be divided by that nor divide it"
-    if config.intermediate_size % size:
-        return f"the {config.intermediate_size} inner features of its MLPs cannot be divided by that"
-    return None
+    obstacles = (block.find_split_obstacle(size) for layer in config.layers for block in layer)
+    return next((obstacle for obstacle in obstacles if obstacle is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Span:
     """A rank's part of a tensor: concatenated spans of one dimension, and zeros up to `length`."""
 
     dim: int
@@ -136,21 +132,17 @@ class _WeightsPart:
 
     def __init__(self, files: SafetensorsWeights, whole: ModelConfig, group: Group) -> None:
         self._files, self._rank, self._size = files, group.rank, group.size
-        q, kv = (whole.num_heads, whole.head_dim), (whole.num_kv_heads, whole.head_dim)
-        inner = whole.intermediate_size, 1
-        rows = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv], "qkv_proj": [q, kv, kv]}
-        rows |= {"gate_proj": [inner], "up_proj": [inner], "gate_up_proj": [inner, inner]}
-        rows |= {"q_norm": [q], "k_norm": [kv]} if whole.qk_norm is QKNorm.ALL_HEADS else {}
-        length = -(-whole.vocab_size // self._size)
-        start, stop = (min(rank * length, whole.vocab_size) for rank in (self._rank, self._rank + 1))
-        self._cuts = dict.fromkeys(("embed_tokens", "lm_head"), _Cut(0, whole.vocab_size, length, [(start, stop)]))
-        self._cuts |= {module: self._cut(0, stacked) for module, stacked in rows.items()}
-        self._cuts |= {"o_proj": self._cut(1, [q]), "down_proj": self._cut(1, [inner])}
+        self._spans = {
+            part.name: self._span(weight.cut, part)
+            for weight in whole.weights()
+            for part in weight.parts
+            if weight.cut is not Cut.NONE
+        }
         shapes = {name: self._shape_of(name, each.shape) for name, each in files.tensors.items()}
         self.tensors = {name: StoredTensor(shape) for name, shape in shapes.items()}
 
     def _shape_of(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        shape, cut = list(whole), self._cut_of(name)
+        shape, cut = list(whole), self._span_of(name)
         if cut is not None:
             if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
                 raise CheckpointError(
@@ -160,28 +152,33 @@ class _WeightsPart:
         return tuple(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        if (cut := self._cut_of(name)) is not None:
+        if (cut := self._span_of(name)) is not None:
             read = self._files.read_spans(name, cut.dim, cut.spans)
             return F.pad(read, (0, 0, 0, cut.length - len(read))) if cut.dim == 0 and read.dim() == 2 else read
         whole = self._files.read(name)
-        is_first_ranks = name.endswith(("o_proj.bias", "down_proj.bias"))  # only the first rank adds it
+        module, _, leaf = name.rpartition(".")
+        is_first_ranks = leaf == "bias" and module in self._spans  # which has all of it
         return torch.zeros_like(whole) if is_first_ranks and self._rank else whole
 
-    def _cut_of(self, name: str) -> _Cut | None:
+    def _span_of(self, name: str) -> _Span | None:
         """None: every rank has all of it."""
-        _, module, leaf = f"..{name}".rsplit(".", 2)
-        cut = self._cuts.get(module)
-        return None if cut is None or (cut.dim == 1 and leaf == "bias") else cut
+        module, _, leaf = name.rpartition(".")
+        span = self._spans.get(module)
+        return None if span is None or (span.dim == 1 and leaf == "bias") else span
 
-    def _cut(self, dim: int, stacked: list[tuple[int, int]]) -> _Cut:
-        """`stacked`: for each part along the dimension, the number of heads or features, and the length of one."""
+    def _span(self, cut: Cut, part: Part) -> _Span:
+        if cut is Cut.PADDED_ROWS:
+            length = -(-part.length // self._size)
+            start, stop = (min(rank * length, part.length) for rank in (self._rank, self._rank + 1))
+            return _Span(0, part.length, length, [(start, stop)])
         spans, whole_length = [], 0
-        for count, length in stacked:
-            first = self._rank * count // self._size  # with fewer heads than ranks, several ranks have the same
-            last = first + max(1, count // self._size)
-            spans.append((whole_length + first * length, whole_length + last * length))
-            whole_length += count * length
-        return _Cut(dim, whole_length, sum(stop - start for start, stop in spans), spans)
+        for units in part.units:
+            first = self._rank * units.count // self._size  # with fewer heads than ranks, several ranks have the same
+            last = first + max(1, units.count // self._size)
+            spans.append((whole_length + first * units.length, whole_length + last * units.length))
+            whole_length += units.total
+        length = sum(stop - start for start, stop in spans)
+        return _Span(1 if cut is Cut.COLUMNS else 0, whole_length, length, spans)
 
 
 class _SpreadEmbedding(nn.Embedding):

@@ -14,8 +14,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 
 from chairlift.errors import CheckpointError, named
 from chairlift.models.adapter import ATTENTION, AdaptedDecoder
+from chairlift.models.blocks import AttentionBlock
 from chairlift.models.claims import has_own_head
-from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig
+from chairlift.models.config import LAYER_TYPES, AdaptedConfig
 from chairlift.models.families import read_dtype, refuse_unreadable
 from chairlift.models.rope import check_rope_numbers
 from chairlift.models.stored import SafetensorsWeights
@@ -32,7 +33,7 @@ class _Call:
 
     layer_idx: int
     window: int | None
-    heads: dict[str, Any]  # fields of `AdaptedConfig`
+    heads: dict[str, Any]  # fields of `AttentionBlock`
 
 
 @dataclass(slots=True)
@@ -68,8 +69,8 @@ class _Recorder:
             "num_heads": query.shape[1],
             "num_kv_heads": key.shape[1],
             "head_dim": query.shape[-1],
-            "attention_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-            "attention_softcap": softcap,
+            "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+            "softcap": softcap,
         }
         layer_idx: Any = module.layer_idx
         self.calls.append(_Call(layer_idx, sliding_window, heads))
@@ -105,12 +106,11 @@ def describe_decoder(
     return AdaptedConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
-        layers=tuple(LayerConfig(None, call.window) for call in calls),
+        layers=tuple((AttentionBlock(window=call.window, **call.heads),) for call in calls),
         max_position_embeddings=max_position_embeddings,
         dtype=read_dtype(config),
         num_parameters=num_parameters,
         source=config,
-        **calls[0].heads,
     )
 
 

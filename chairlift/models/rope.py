@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): reads its parameters, and makes the tables that rotate queries and keys.
+"""Reads the parameters of rotary position embedding, and makes the tables that rotate queries and keys.
 
 The rules that scale it for longer contexts are those of transformers, whose numbers are the reference.
 """
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from chairlift.device import compiled_on_gpu
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.config import MAX_POSITIONS, RopeConfig
+from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -168,15 +167,3 @@ def rope_tables(
         angles = torch.cat((angles, angles), dim=-1)
         table[:, start:stop] = torch.stack((angles.cos(), angles.sin())) * factor
     return table
-
-
-@compiled_on_gpu
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R dimensions of heads `[T, H, D]` by their positions' angles `[T, 1, R]`.
-
-    Halves of the R are paired, as in Hugging Face.
-    """
-    rotated = x[..., : cos.shape[-1]]
-    low, high = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
-    return rotated if cos.shape[-1] == x.shape[-1] else torch.cat((rotated, x[..., cos.shape[-1] :]), dim=-1)

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,10 @@ from chairlift.errors import ConfigurationError
 from chairlift.models import TorchForward, load_forward, open_checkpoint
 from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.models.cpu.support import BASE
+from tests.support.shapes import positions_of, varied
 
 GIB = 2**30
-SHAPE = replace(BASE, layers=BASE.layers * 8, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token
+SHAPE = varied(BASE, positions_of(BASE) * 8, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token
 
 
 def test_a_cpu_has_float32_and_free_memory() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.cache.memory import MappedMemory, can_map
+from chairlift.config import DType
 from chairlift.device import on_device
 from chairlift.engine import llm as llm_module
 from chairlift.engine import thread
@@ -89,8 +90,8 @@ def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_
     tokens = [(5 * i) % 261 for i in range(150)]
     (expected,) = bench.run([Row(0, tokens)])
     num_slots = 2**31 // bench.blocks[0].numel() + 9
-    params = KVCacheParams(torch.float32, BASE.num_kv_heads, BASE.head_dim)
-    bench.cache = ContinuousBatchingKVCacheManager(params, num_slots, SLOT_LEN, BASE.num_layers, ["cpu"])
+    kept = BASE.kept(DType.FLOAT32)
+    bench.cache = ContinuousBatchingKVCacheManager(kept, num_slots, SLOT_LEN, BASE.num_layers, ["cpu"])
     bench.cache.claim_slot(num_slots - 1)
     assert bench.blocks.stride(0) * (num_slots - 1) > 2**31
     (logits,) = bench.run([Row(num_slots - 1, tokens)])

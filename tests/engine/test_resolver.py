@@ -13,14 +13,14 @@ from chairlift.errors import ConfigurationError
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 from tests.models.cpu.support import BASE
+from tests.support.shapes import Positions, positions_of, varied
 
 GIB = 2**30
 F16, BF16, F32 = DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32
 
 # In bfloat16 0.5 GiB of weights, and 64 KiB of cache per token.
 NUM_PARAMETERS = 2**28
-LAYERS = tuple(replace(layer, rope=None) for layer in BASE.layers) * 16
-MODEL = replace(BASE, dtype=BF16, layers=LAYERS, num_heads=8, num_kv_heads=8, head_dim=64)
+MODEL = varied(BASE, [Positions(rope=None)] * 32, dtype=BF16, num_heads=8, num_kv_heads=8, head_dim=64)
 CPU = MachineFacts("cpu", frozenset({F32, BF16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6)
 SLOW = "this processor has no AVX2"
 AVX2_CPU = replace(CPU, fast_dtypes=frozenset({F32}))  # it widens bfloat16 in registers
@@ -307,7 +307,7 @@ def test_weights_that_do_not_fit_name_formats_that_need_less(free: int, asked: d
 
 # Rotary tables
 
-TURNING = replace(MODEL, layers=BASE.layers)  # a position takes 512 bytes of a table, and 4 KiB of cache
+TURNING = varied(MODEL, positions_of(BASE))  # a position takes 512 bytes of a table, and 4 KiB of cache
 
 
 def resolved_with_tables(positions: int, **config: Any) -> ResolvedConfig:

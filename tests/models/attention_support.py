@@ -1,6 +1,6 @@
 """Batches of sequences in cache slots, with what plain attention over padded copies makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,9 +18,17 @@ POISON = 1e4  # finite, as the cache promises, and enough to ruin any output tha
 CPU = torch.device("cpu")
 
 
-def plain(head_dim: int) -> AttentionConfig:
+Layers = Mapping[int, AttentionConfig]
+
+
+def layers(scale: float, windows: Sequence[int | None] = (None,) * NUM_LAYERS, softcap: float | None = None) -> Layers:
+    """What attention computes in layers that differ in their windows only."""
+    return {index: AttentionConfig(scale, window, softcap) for index, window in enumerate(windows)}
+
+
+def plain(head_dim: int) -> Layers:
     """Scores divided by sqrt(head_dim), and every key seen."""
-    return AttentionConfig(head_dim**-0.5, (None,) * NUM_LAYERS)
+    return layers(head_dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,9 @@ def random_tokens(
     return Tokens(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
 
 
-def reference(tokens: Tokens, config: AttentionConfig | None = None) -> torch.Tensor:
+def reference(tokens: Tokens, layers: Layers | None = None) -> torch.Tensor:
     """Attention of layer `LAYER` over all earlier tokens, in float32: `[B, L, Hq, D]`. None: plain attention."""
-    config = config or plain(tokens.query.shape[-1])
+    config = (layers or plain(tokens.query.shape[-1]))[LAYER]
     query, key, value = (x.float().transpose(1, 2) for x in (tokens.query, tokens.key, tokens.value))
     group_size = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
@@ -77,7 +85,7 @@ def reference(tokens: Tokens, config: AttentionConfig | None = None) -> torch.Te
     if config.softcap is not None:
         scores = config.softcap * torch.tanh(scores / config.softcap)
     ages = torch.arange(scores.shape[2])[:, None] - torch.arange(scores.shape[3])
-    is_hidden = (ages < 0) | (ages >= (config.windows[LAYER] or len(ages)))
+    is_hidden = (ages < 0) | (ages >= (config.window or len(ages)))
     attended: torch.Tensor = scores.masked_fill(is_hidden.to(scores.device), -torch.inf).softmax(-1) @ value
     return attended.transpose(1, 2)
 

@@ -42,6 +42,12 @@ def load(path: Path | str, dtype: DType = DType.FLOAT32, *, keeps_groups: bool =
     return load_model(open_checkpoint(str(path)), dtype, "cpu", MAX_SEQ_LEN, keeps_groups=keeps_groups)
 
 
+def linear(model: Any, name: str) -> Linear:
+    """A product of one layer, as "1.mlp.down_proj"; also of a model in transformers' code."""
+    product: Linear = model.get_submodule(f"model.layers.{name}")
+    return product
+
+
 def refusal(path: Path | str, read: Callable[[str], object] = load) -> str:
     """The message, one line, of the error that loading, or `read`, meets."""
     with pytest.raises(CheckpointError) as caught:

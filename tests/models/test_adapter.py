@@ -31,8 +31,9 @@ def load(path: str) -> object:
 def test_windows_scale_and_heads_are_what_the_layers_ask_attention_for(tmp_path: Path) -> None:
     config = open_checkpoint(write_config(tmp_path, SMALL, COHERE2, layer_types=LAYERS)).config
     assert isinstance(config, AdaptedConfig)
-    assert config.attention.windows == (9, None, 9)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 2, 16, 0.25)
+    assert [block.window for block in config.attention_blocks.values()] == [9, None, 9]
+    for block in config.attention_blocks.values():
+        assert (block.num_heads, block.num_kv_heads, block.head_dim, block.scale) == (4, 2, 16, 0.25)
     assert config.describe() == "Cohere2ForCausalLM: 3 layers, 4/2 heads of 16, vocabulary 320, window 9 in 2 layers"
 
 
@@ -100,7 +101,7 @@ def test_what_the_cache_or_attention_cannot_serve_is_refused_before_anything_is_
 def test_a_window_that_covers_the_context_is_no_obstacle(tmp_path: Path, window: int) -> None:
     phimoe = {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "num_local_experts": 4}
     config = open_checkpoint(write_config(tmp_path, SMALL, phimoe, sliding_window=window)).config
-    assert config.attention.windows == (None, None, None)
+    assert [block.window for block in config.attention_blocks.values()] == [None] * 3
     assert "in its masks only" in refusal(write_config(tmp_path, SMALL, phimoe, sliding_window=255), open_checkpoint)
 
 

@@ -5,7 +5,7 @@ The references refuse what the kernels refuse or take in silence, so that on a C
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, flash, token_slots, view_length
+from chairlift.models.attention import Backend, BatchMetadata, flash, token_slots, view_length
 from chairlift.models.attention.flash import is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from tests.models import attention_support as support
@@ -36,15 +36,15 @@ class Loaded:
 
     name: str
     device: torch.device
-    config: AttentionConfig = PLAIN
+    layers: support.Layers = field(default_factory=lambda: PLAIN)
 
     @property
     def backend(self) -> Backend:
         if self.name in ("torch_in_place", "torch_copied"):
-            return TorchBackend(self.config, is_in_place=self.name == "torch_in_place")
+            return TorchBackend(self.layers, is_in_place=self.name == "torch_in_place")
         if self.name == "torch_varlen":
-            return flash.TorchVarlenBackend(self.config)
-        return (flash.FlashAttn3Backend if self.name == "flash_attn_3" else flash.FlashAttnBackend)(self.config)
+            return flash.TorchVarlenBackend(self.layers)
+        return (flash.FlashAttn3Backend if self.name == "flash_attn_3" else flash.FlashAttnBackend)(self.layers)
 
     def tokens(self, rows: list[Row], heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tokens:
         return support.random_tokens(rows, heads, kv_heads, HEAD_DIM, dtype).to(self.device)
@@ -61,14 +61,14 @@ class Loaded:
 
 
 def assert_near_reference(
-    output: torch.Tensor, tokens: Tokens, rows: list[Row], config: AttentionConfig | None = None
+    output: torch.Tensor, tokens: Tokens, rows: list[Row], layers: support.Layers | None = None
 ) -> None:
     """Of plain attention over padded copies, in the number format of the output."""
-    support.assert_near(output, support.new_parts(support.reference(tokens, config), rows))
+    support.assert_near(output, support.new_parts(support.reference(tokens, layers), rows))
 
 
 # What each backend needs on a GPU
-has_varlen = is_varlen_available(HEAD_DIM, torch.bfloat16)
+has_varlen = is_varlen_available([HEAD_DIM], torch.bfloat16)
 KERNELS: dict[str, list[pytest.MarkDecorator]] = {
     "flash_attn": [needs_package("flash_attn")],
     "flash_attn_3": [needs_package("flash_attn_interface")],
@@ -124,18 +124,18 @@ def test_query_heads_share_key_heads_in_every_ratio(loaded: Loaded, num_heads: i
     ],
 )
 def test_scale_and_the_layer_s_window_are_obeyed(loaded: Loaded, rows: list[Row], window: int) -> None:
-    tokens, config = loaded.tokens(rows), AttentionConfig(0.2, (None, None, window))
-    output = replace(loaded, config=config).attend(rows, tokens, background=POISON)
-    assert_near_reference(output, tokens, rows, config)
+    tokens, layers = loaded.tokens(rows), support.layers(0.2, (None, None, window))
+    output = replace(loaded, layers=layers).attend(rows, tokens, background=POISON)
+    assert_near_reference(output, tokens, rows, layers)
 
 
 @in_every_batch
 def test_a_soft_cap_is_obeyed_by_those_that_have_one(loaded: Loaded, rows: list[Row]) -> None:
     if loaded.name == "torch_varlen":
-        assert not is_varlen_available(HEAD_DIM, torch.bfloat16, softcap=0.7)
+        assert not is_varlen_available([HEAD_DIM], torch.bfloat16, has_softcap=True)
         return
-    tokens, config = loaded.tokens(rows), AttentionConfig(0.125, (None, 4, 12), 0.7)
-    assert_near_reference(replace(loaded, config=config).attend(rows, tokens), tokens, rows, config)
+    tokens, layers = loaded.tokens(rows), support.layers(0.125, (None, 4, 12), 0.7)
+    assert_near_reference(replace(loaded, layers=layers).attend(rows, tokens), tokens, rows, layers)
 
 
 # The last one has 33 keys: a remainder of one beyond a block of 32.
@@ -234,12 +234,12 @@ def test_version_2_splits_the_keys_of_no_single_page(rows: list[Row], num_splits
 @pytest.mark.parametrize("window", [None, 7])
 def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded, window: int | None) -> None:
     """A CUDA graph is captured with one batch's numbers and replayed with another's."""
-    loaded = replace(loaded, config=AttentionConfig(0.125, (None, None, window)))
+    loaded = replace(loaded, layers=support.layers(0.125, (None, None, window)))
     tokens = loaded.tokens(DECODE)
     (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
     batch = replace(loaded.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend_layer = loaded.backend.prepare(batch, replace(collection, max_cache_length=256))
-    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(DECODE)), tokens, DECODE, loaded.config)
+    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(DECODE)), tokens, DECODE, loaded.layers)
 
 
 @in_every_phase
@@ -294,23 +294,23 @@ def test_a_decode_step_looks_at_few_different_lengths(longest: int, seen: int) -
 
 
 SPECIAL = {
-    "window": AttentionConfig(0.2, (None, None, 7)),
-    "window of one": AttentionConfig(0.25, (None, None, 1)),
-    "wide window": AttentionConfig(0.25, (None, None, 4000)),
-    "soft cap": AttentionConfig(0.25, (None, None, None), 0.7),
-    "window and soft cap": AttentionConfig(0.3, (3, None, 12), 0.7),
+    "window": support.layers(0.2, (None, None, 7)),
+    "window of one": support.layers(0.25, (None, None, 1)),
+    "wide window": support.layers(0.25, (None, None, 4000)),
+    "soft cap": support.layers(0.25, softcap=0.7),
+    "window and soft cap": support.layers(0.3, (3, None, 12), 0.7),
 }
 
 
-@pytest.mark.parametrize("config", SPECIAL.values(), ids=SPECIAL.keys())
-def test_tokens_that_attend_alone_obey_them_too(config: AttentionConfig) -> None:
+@pytest.mark.parametrize("layers", SPECIAL.values(), ids=SPECIAL.keys())
+def test_tokens_that_attend_alone_obey_them_too(layers: support.Layers) -> None:
     rows = MIXED
     tokens = support.random_tokens(rows)
     manager = make_cache(rows, tokens, background=POISON)
     (collection,) = manager.fetch([row.slot for row in rows], [row.num_new for row in rows])
     batch = support.batch_of(rows)
-    attend_layer = attend_alone(config, token_slots(batch, collection), batch.positions, collection)
-    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(rows)), tokens, rows, config)
+    attend_layer = attend_alone(layers, token_slots(batch, collection), batch.positions, collection)
+    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(rows)), tokens, rows, layers)
 
 
 class _Reads(TorchFunctionMode):
@@ -326,12 +326,12 @@ class _Reads(TorchFunctionMode):
 
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_a_decode_step_reads_no_more_than_the_window(is_in_place: bool) -> None:
-    config = AttentionConfig(0.25, (None, None, 9))
+    layers = support.layers(0.25, (None, None, 9))
     for num_cached in (20, 200, 2000):
         rows = [Row(3, num_cached, 1)]
         tokens = support.random_tokens(rows)
         with _Reads() as reads:
-            attend(make_cache(rows, tokens, num_slots=4), rows, tokens, TorchBackend(config, is_in_place=is_in_place))
+            attend(make_cache(rows, tokens, num_slots=4), rows, tokens, TorchBackend(layers, is_in_place=is_in_place))
         assert reads.num_keys == 9
 
 

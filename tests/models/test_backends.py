@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.support.flash_attn_reference import (
     module,
 )
 from tests.support.kernels import needs_kernels
+from tests.support.shapes import varied
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 CUDA = torch.device("cuda")
@@ -71,12 +72,12 @@ def test_a_package_that_cannot_be_imported_is_one_clear_line(on_gpu: OnGpu) -> N
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (264, torch.bfloat16), (60, torch.bfloat16)])
 def test_torch_copies_slots_for_what_its_flash_kernels_do_not_take(head_dim: int, dtype: torch.dtype) -> None:
-    assert not is_varlen_available(head_dim, dtype)
+    assert not is_varlen_available([head_dim], dtype)
     assert isinstance(load_backend(AttentionBackend.TORCH, shape(head_dim), dtype, CUDA), TorchBackend)
 
 
 def shape(head_dim: int) -> ModelConfig:
-    return replace(BASE, head_dim=head_dim, attention_scale=head_dim**-0.5)
+    return varied(BASE, head_dim=head_dim, scale=head_dim**-0.5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import grouped_size
-from tests.models.support import edit, groups_of, load, num_bytes, read_config, refusal, write_config
+from tests.models.support import edit, groups_of, linear, load, num_bytes, read_config, refusal, write_config
 from tests.support.checkpoints import make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -162,9 +162,9 @@ def test_what_was_packed_is_read_without_loss_and_weighed_before(tmp_path: Path,
     expected = write(tmp_path, case)
     plain, kept = load(tmp_path), load(tmp_path, keeps_groups=True)
     parts = [expected[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(plain.layers[0].self_attn.qkv_proj.weight, torch.cat(parts))
-    assert torch.equal(plain.layers[0].mlp.down_proj.weight, expected[f"{DOWN}.weight"])
-    grouped, size = kept.layers[0].mlp.down_proj.grouped, grouped_size(open_checkpoint(str(tmp_path)))
+    assert torch.equal(linear(plain, "0.self_attn.qkv_proj").weight, torch.cat(parts))
+    assert torch.equal(linear(plain, "0.mlp.down_proj").weight, expected[f"{DOWN}.weight"])
+    grouped, size = linear(kept, "0.mlp.down_proj").grouped, grouped_size(open_checkpoint(str(tmp_path)))
     assert grouped is not None
     assert torch.equal(grouped.dequantize(), expected[f"{DOWN}.weight"])
     assert (grouped.num_bits, grouped.group_size) == (CASES[case][1], {-1: 128}.get(CASES[case][2], CASES[case][2]))

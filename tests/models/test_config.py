@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from chairlift.config import DType
+from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm
 from chairlift.models.checkpoint import open_checkpoint
-from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
+from chairlift.models.config import ModelConfig
+from chairlift.models.rotary import RopeConfig
 from tests.models.support import refusal, write_config
 from tests.support.checkpoints import SMALL
+from tests.support.shapes import Positions, attention_of, positions_of
 
 LLAMA = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -28,22 +31,23 @@ def test_a_config_is_read_in_full(tmp_path: Path) -> None:
         architecture="LlamaForCausalLM",
         vocab_size=320,
         hidden_size=64,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
         rms_norm_eps=1e-5,
-        layers=(LayerConfig(RopeConfig(theta=10000.0)),) * 3,
-        attention_scale=0.25,
+        layers=(
+            (
+                AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(theta=10000.0)),
+                DenseMLPBlock(intermediate_size=96),
+            ),
+        )
+        * 3,
         max_position_embeddings=256,
         is_tied=False,
         dtype=DType.BFLOAT16,
     )
-    assert config.kv_elements_per_token == 192  # 2 x 3 layers x 2 heads x 16
+    assert config.token_bytes(DType.BFLOAT16) == 384  # 2 x 3 layers x 2 heads x 16, of two bytes
 
 
-def with_rope(*rope: Any) -> tuple[LayerConfig, ...]:
-    return (LayerConfig(RopeConfig(500.0, *rope)),) * 3
+def with_rope(*rope: Any) -> tuple[Positions, ...]:
+    return (Positions(RopeConfig(500.0, *rope)),) * 3
 
 
 PLAIN, LINEAR = with_rope(), with_rope("linear", (("factor", 3.0),))
@@ -62,23 +66,35 @@ LLAMA3 = with_rope("llama3", tuple(sorted(FACTORS.items())))
         ({"attention_bias": True}, "has_output_bias", True),
         ({"hidden_act": "swish"}, "activation", Activation.SILU),
         ({"hidden_act": "gelu_pytorch_tanh"}, "activation", Activation.GELU_TANH),
-        ({"mlp_bias": True}, "has_mlp_bias", True),
+        ({"mlp_bias": True}, "has_bias", True),
         ({"torch_dtype": "bfloat16"}, "dtype", DType.BFLOAT16),
         ({"dtype": "float16"}, "dtype", DType.FLOAT16),
         ({"dtype": None}, "dtype", DType.FLOAT32),
-        ({"rope_theta": 500.0}, "layers", PLAIN),
-        ({"rope_theta": 500.0, "rope_scaling": None}, "layers", PLAIN),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}}, "layers", LINEAR),
-        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "layers", LINEAR),
-        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **FACTORS}}, "layers", LLAMA3),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "layers", PLAIN),
-        ({"rope_parameters": {"rope_theta": 500.0}}, "layers", PLAIN),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}, "layers", LINEAR),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **FACTORS}}, "layers", LLAMA3),
     ],
 )
 def test_fields_of_old_and_new_configs(tmp_path: Path, fields: dict[str, Any], name: str, value: object) -> None:
-    assert getattr(read(tmp_path, **fields), name) == value
+    config = read(tmp_path, **fields)
+    for layer in config.layers:
+        described = [each for each in (config, *layer) if hasattr(each, name)]
+        assert [getattr(each, name) for each in described] == [value]
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"rope_theta": 500.0}, PLAIN),
+        ({"rope_theta": 500.0, "rope_scaling": None}, PLAIN),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}}, LINEAR),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}, LINEAR),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **FACTORS}}, LLAMA3),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, PLAIN),
+        ({"rope_parameters": {"rope_theta": 500.0}}, PLAIN),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}, LINEAR),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **FACTORS}}, LLAMA3),
+    ],
+)
+def test_rope_of_old_and_new_configs(tmp_path: Path, fields: dict[str, Any], positions: tuple[Positions, ...]) -> None:
+    assert positions_of(read(tmp_path, **fields)) == positions
 
 
 # Families
@@ -102,7 +118,7 @@ DEFAULT, WITHIN_9 = ("default", None), ("default", 9)
 def test_windows_and_rope_may_be_everywhere_or_in_some_layers(
     tmp_path: Path, fields: dict[str, Any], layers: list[tuple[str | None, int | None]]
 ) -> None:
-    assert [(each.rope and each.rope.kind, each.window) for each in read(tmp_path, **fields).layers] == layers
+    assert [(each.rope and each.rope.kind, each.window) for each in positions_of(read(tmp_path, **fields))] == layers
 
 
 GEMMA3: dict[str, Any] = {
@@ -119,10 +135,11 @@ GEMMA3: dict[str, Any] = {
 
 def test_of_a_gemma_norms_stand_on_both_sides_and_rope_has_two_bases(tmp_path: Path) -> None:
     config = read(tmp_path, **GEMMA3)
-    local = LayerConfig(RopeConfig(1e4), 9)
-    assert config.layers == (local, local, LayerConfig(RopeConfig(1e6)))
-    assert (config.norms, config.qk_norm) == (Norms.PRE_AND_POST, QKNorm.HEAD)
-    assert (config.attention_scale, config.embedding_scale) == (0.125, 8.0)
+    local = Positions(RopeConfig(1e4), 9)
+    assert positions_of(config) == (local, local, Positions(RopeConfig(1e6)))
+    attention = attention_of(config)
+    assert (config.norms, attention.qk_norm) == (Norms.PRE_AND_POST, QKNorm.HEAD)
+    assert (attention.scale, config.embedding_scale) == (0.125, 8.0)
     assert config.describe() == (
         "Gemma3ForCausalLM: 3 layers, 4/2 heads of 256, vocabulary 320, rope default, window 9 in 2 layers"
     )

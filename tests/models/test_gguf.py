@@ -24,7 +24,7 @@ from chairlift.models.gguf import open_gguf, read_tensor
 from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.loader import grouped_size
-from tests.models.support import groups_of, load, num_bytes, refusal
+from tests.models.support import groups_of, linear, load, num_bytes, refusal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, finish, new_writer, write_model
 
@@ -95,7 +95,7 @@ def test_plain_numbers_are_as_they_are(model: Any, tmp_path: Path, kind: Kind) -
     assert checkpoint.config.dtype == str(DTYPES[kind]).removeprefix("torch.")
     read = checkpoint.open_weights().read("model.layers.1.mlp.down_proj.weight")
     assert isinstance(read, torch.Tensor)
-    assert torch.equal(read, model.model.layers[1].mlp.down_proj.weight.to(DTYPES[kind]))
+    assert torch.equal(read, linear(model, "1.mlp.down_proj").weight.to(DTYPES[kind]))
     assert grouped_size(checkpoint) is None
 
 
@@ -109,9 +109,9 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
     kept, plain = load(path, keeps_groups=True), load(path)
     assert kept.lm_head.grouped is not None
     assert hasattr(kept.model.embed_tokens, "weight") is not is_tied
-    query = kept.layers[1].self_attn.qkv_proj.grouped
+    query = linear(kept, "1.self_attn.qkv_proj").grouped
     assert query is not None
-    assert torch.equal(query.dequantize(), plain.layers[1].self_attn.qkv_proj.weight)
+    assert torch.equal(query.dequantize(), linear(plain, "1.self_attn.qkv_proj").weight)
     assert torch.equal(kept.lm_head.grouped.dequantize(), plain.lm_head.weight)
     size = grouped_size(open_checkpoint(str(path)))
     assert size is not None
@@ -126,8 +126,8 @@ def test_on_a_gpu_groups_become_numbers_and_the_log_says_so(valid: Path, caplog:
     config = resolve(EngineConfig(), shape, 2**17, gpu, lambda *_: None, grouped_size(checkpoint))
     loaded = load(valid, config.dtype, keeps_groups=config.keeps_groups)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    exact = load(valid).layers[1].mlp.down_proj.weight
-    assert torch.equal(loaded.layers[1].mlp.down_proj.weight, exact.bfloat16())
+    exact = linear(load(valid), "1.mlp.down_proj").weight
+    assert torch.equal(linear(loaded, "1.mlp.down_proj").weight, exact.bfloat16())
     said = next(message for message in caplog.messages if "small integers" in message)
     assert (
         said == "41.25 KiB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
@@ -138,8 +138,8 @@ def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog
     caplog.set_level(logging.INFO, logger="chairlift.models.loader")
     path = write_model(model, tmp_path / "model.gguf", {".0.self_attn.v_proj.": Kind.F16, "": Kind.Q8_0})
     loaded = load(path, keeps_groups=True)
-    assert loaded.layers[0].self_attn.qkv_proj.grouped is None
-    assert loaded.layers[1].self_attn.qkv_proj.grouped is not None
+    assert linear(loaded, "0.self_attn.qkv_proj").grouped is None
+    assert linear(loaded, "1.self_attn.qkv_proj").grouped is not None
     assert (
         "model.embed_tokens.weight, model.layers.0.self_attn.qkv_proj.weight become float32: an embedding is not"
         " multiplied, and what is stacked for a product must have groups of one size"
@@ -148,11 +148,11 @@ def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog
 
 def test_matrices_of_four_and_eight_bits_are_stacked_in_eight(model: Any, valid: Path, tmp_path: Path) -> None:
     path = write_model(model, tmp_path / "model.gguf", {".v_proj.": Kind.Q8_0, "": Kind.Q4_0})
-    query = load(path, keeps_groups=True).layers[0].self_attn.qkv_proj.grouped
+    query = linear(load(path, keeps_groups=True), "0.self_attn.qkv_proj").grouped
     assert query is not None
     assert query.num_bits == 8
-    assert torch.equal(query.dequantize(), load(path).layers[0].self_attn.qkv_proj.weight)
-    assert torch.equal(query.dequantize()[:64], load(valid).layers[0].self_attn.qkv_proj.weight[:64])
+    assert torch.equal(query.dequantize(), linear(load(path), "0.self_attn.qkv_proj").weight)
+    assert torch.equal(query.dequantize()[:64], linear(load(valid), "0.self_attn.qkv_proj").weight[:64])
 
 
 # Where a file is

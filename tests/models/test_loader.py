@@ -13,8 +13,9 @@ from chairlift.config import DType
 from chairlift.errors import ConfigurationError
 from chairlift.models import TorchForward, make_dummy_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.config import TORCH_DTYPES
 from chairlift.models.decoder import Decoder
-from chairlift.models.loader import TORCH_DTYPES, count_parameters
+from chairlift.models.loader import count_parameters
 from tests.models.support import MAX_SEQ_LEN, edit, load, refusal, write_config
 from tests.support.checkpoints import SMALL, make_checkpoint
 from tests.support.forward_bench import Bench, Row

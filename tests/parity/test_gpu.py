@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import AttentionBackend, DType
 from chairlift.models import load_backend, load_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
@@ -111,8 +111,8 @@ def last_logits(
 ) -> torch.Tensor:
     """float32 `[B, vocab]` of each prompt's last token; all that come before it were prefilled in one batch."""
     config = model.config
-    params = KVCacheParams(torch.bfloat16, config.num_kv_heads, config.head_dim)
-    cache = ContinuousBatchingKVCacheManager(params, len(prompts), SLOT_LEN, config.num_layers, [device])
+    kept = config.kept(DType.BFLOAT16)
+    cache = ContinuousBatchingKVCacheManager(kept, len(prompts), SLOT_LEN, config.num_layers, [device])
     attention = load_backend(backend, config, torch.bfloat16, device)
     slots = cache.claim(len(prompts))[::-1]
     for part in ([prompt[:-1] for prompt in prompts], [prompt[-1:] for prompt in prompts]):

@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
+from chairlift.config import DType
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.models.config import ModelShape
 
@@ -36,8 +37,8 @@ class Bench:
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, forward: Forward) -> None:
         """`dtype`: that the model computes in."""
-        params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
-        self.cache = ContinuousBatchingKVCacheManager(params, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"])
+        kept = shape.kept(DType(str(dtype).removeprefix("torch.")))
+        self.cache = ContinuousBatchingKVCacheManager(kept, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"])
         self.cache.claim(NUM_SLOTS)
         self._forward = forward
 

@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 import psutil
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
+from chairlift.cache.layout import Kept
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.device import on_device
@@ -159,7 +160,7 @@ def fit_cache(
         "%d slots of %d tokens: a cache of %s",
         fitted.num_slots,
         fitted.slot_len,
-        sized(fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes),
+        sized(fitted.num_slots * fitted.slot_len * model.token_bytes(fitted.dtype)),
     )
     return fitted
 
@@ -201,15 +202,16 @@ def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig) -> int:
     return num_free_bytes - num_step_bytes
 
 
-def allocate_cache(
-    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
-) -> ContinuousBatchingKVCacheManager:
-    """The cache of a resolved configuration. `ConfigurationError` if there is no memory for it."""
-    slot_len, devices = config.slot_len, [config.device]
-    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
+def allocate_cache(kept: Sequence[Kept], num_slots: int, config: ResolvedConfig) -> ContinuousBatchingKVCacheManager:
+    """The cache of a resolved configuration. `ConfigurationError` if there is no memory for it.
+
+    `kept`: what a slot keeps of each layer.
+    """
+    slot_len, num_layers, devices = config.slot_len, len(kept), [config.device]
+    size = ContinuousBatchingKVCacheManager.estimated_memory_size(kept, num_slots, slot_len, num_layers, devices)
     max_tokens = config.cache_tokens if config.is_cache_elastic else None
     try:
-        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
+        cache = ContinuousBatchingKVCacheManager(kept, num_slots, slot_len, num_layers, devices, max_tokens)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
         raise ConfigurationError(
             f"allocating {sized(size)} of cache failed; lower max_batch_size or max_seq_len"

@@ -121,7 +121,7 @@ def _fit_tables(
     """
     longest = resolved.max_seq_len
     if config.max_seq_len == "auto" and model.table_bytes:
-        token_bytes = model.kv_elements_per_token * resolved.dtype.num_bytes + model.table_bytes
+        token_bytes = model.token_bytes(resolved.dtype) + model.table_bytes
         longest = max(1, min(longest, int(free_bytes * resolved.memory_fraction) // token_bytes))
     resolved = resolved.model_copy(update={"max_seq_len": longest})
     num_bytes = resolved.slot_len * model.table_bytes
@@ -170,7 +170,7 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
     auto_origin = f"{resolved.memory_fraction:.0%} of the {sized(max(0, free_bytes))} that are free beside the weights"
     memory = _Memory(
         num_bytes=_or_default(given, int(max(0, free_bytes) * resolved.memory_fraction)),
-        token_bytes=model.kv_elements_per_token * resolved.dtype.num_bytes,
+        token_bytes=model.token_bytes(resolved.dtype),
         origin=auto_origin if given == "auto" else "kv_cache_memory_bytes",
     )
     fit = _fit_elastic_slots if resolved.is_cache_elastic else _fit_full_slots

@@ -9,7 +9,7 @@ Tokens of all rows lie end to end, decode rows first:
     row_offsets  0    1    2    3             7       9        B + 1
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,10 +26,10 @@ _MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """What attention computes: softmax(c tanh(scale q k / c)) v over the keys in a layer's window."""
+    """What attention computes in a layer: softmax(c tanh(scale q k / c)) v over the keys in its window."""
 
     scale: float
-    windows: tuple[int | None, ...]  # by layer: keys that a query sees, its own included; None: all
+    window: int | None = None  # keys that a query sees, its own included; None: all
     softcap: float | None = None  # c above; None: the scores as they are
 
 
@@ -51,7 +51,7 @@ class BatchMetadata:
 
 
 class Backend(Protocol):
-    """An attention implementation, bound to a model's shape.
+    """An attention implementation, bound to what each layer of a model computes: an `AttentionConfig` by layer.
 
     On a CUDA device neither `prepare` nor `attend` may wait for the device or copy to it from the host, and of a batch
     that only decodes they must read nothing but tensors, `is_decode` and the cache's `max_cache_length`: so what they
@@ -77,11 +77,12 @@ class Forward(Protocol):
         ...
 
 
-def find_head_obstacle(head_dim: int, alignment: int) -> str | None:
-    """Why kernels that take multiples of `alignment` cannot take heads of that size; None if they can."""
-    if head_dim <= _MAX_HEAD_DIM and head_dim % alignment == 0:
+def find_head_obstacle(head_dims: Iterable[int], alignment: int) -> str | None:
+    """Why kernels that take multiples of `alignment` cannot take heads of those sizes; None if they can."""
+    wrong = [head_dim for head_dim in head_dims if head_dim > _MAX_HEAD_DIM or head_dim % alignment]
+    if not wrong:
         return None
-    return f"it needs a head_dim of at most {_MAX_HEAD_DIM} that is a multiple of {alignment}, not {head_dim}"
+    return f"it needs a head_dim of at most {_MAX_HEAD_DIM} that is a multiple of {alignment}, not {wrong[0]}"
 
 
 def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:

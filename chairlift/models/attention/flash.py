@@ -7,6 +7,7 @@ too, but reserves results of all queries for as many splits as one row could hav
 """
 
 import importlib.util
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,13 +36,13 @@ _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
 
 
-def find_obstacle(head_dim: int, dtype: DType, device: str) -> str | None:
+def find_obstacle(head_dims: Iterable[int], dtype: DType, device: str) -> str | None:
     """Why flash-attn cannot run a model of that shape and format on that device; None if it can."""
     if device == "cpu":
         return "it runs on a CUDA device, and the device is cpu"
     if dtype is DType.FLOAT32:
         return f"it computes in bfloat16 or float16, not {dtype}"
-    if obstacle := find_head_obstacle(head_dim, _HEAD_DIM_ALIGNMENT):
+    if obstacle := find_head_obstacle(head_dims, _HEAD_DIM_ALIGNMENT):
         return obstacle
     capability = torch.cuda.get_device_capability(device)
     if capability < _AMPERE:
@@ -58,20 +59,20 @@ def find_flash_attn(capability: tuple[int, int]) -> str | None:
     return next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
 
 
-def load_flash_attn(config: AttentionConfig, device: torch.device) -> Backend:
+def load_flash_attn(layers: Mapping[int, AttentionConfig], device: torch.device) -> Backend:
     """The installed version for that device. ImportError if it does not load."""
     is_version_3 = find_flash_attn(torch.cuda.get_device_capability(device)) == _FLASH_ATTN_3
-    return FlashAttn3Backend(config) if is_version_3 else FlashAttnBackend(config)
+    return FlashAttn3Backend(layers) if is_version_3 else FlashAttnBackend(layers)
 
 
-def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> bool:
+def is_varlen_available(head_dims: Iterable[int], dtype: torch.dtype, *, has_softcap: bool = False) -> bool:
     """True if this torch has ragged flash kernels (2.12) for such heads in that format without a soft cap.
 
     `varlen_attn_out` came with them. It is not used: according to its source it writes into a copy of `out` where the
     heads of a group are rows.
     """
-    is_taken = softcap is None and dtype in (torch.bfloat16, torch.float16)
-    if not is_taken or find_head_obstacle(head_dim, _HEAD_DIM_ALIGNMENT):
+    is_taken = not has_softcap and dtype in (torch.bfloat16, torch.float16)
+    if not is_taken or find_head_obstacle(head_dims, _HEAD_DIM_ALIGNMENT):
         return False
     from torch.nn.attention import varlen
 
@@ -81,12 +82,12 @@ def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None
 class FlashAttnBackend:
     """Version 2. Its decode call appends to the slots; prefill appends separately, and reads slots as pages."""
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, layers: Mapping[int, AttentionConfig]) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._decode: Any = flash_attn_with_kvcache
         self._prefill: Any = flash_attn_varlen_func
-        self._options = _options(config)
+        self._options = _options(layers)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         if batch.is_decode:
@@ -144,11 +145,11 @@ class FlashAttnBackend:
 class FlashAttn3Backend:
     """Version 3: a ragged call appends to the slots and attends to what they then hold."""
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, layers: Mapping[int, AttentionConfig]) -> None:
         from flash_attn_interface import flash_attn_with_kvcache
 
         self._kernel: Any = flash_attn_with_kvcache
-        self._options = _options(config)
+        self._options = _options(layers)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         if 0 < batch.num_decode_rows < len(batch.slots):
@@ -180,13 +181,13 @@ class FlashAttn3Backend:
 class TorchVarlenBackend:
     """Torch's own kernels, which read ragged keys at offsets: row i's `seqused_k[i]` keys from token `cu_seq_k[i]` on.
 
-    All slots of a layer are one long run of tokens for them, with the other layers' tokens in between: slot n begins
-    at token `n * 2 * num_layers * slot_len`, for keys as for values and in every layer.
+    All slots of a layer are one long run of tokens for them, with the other layers' tokens, which must be of the same
+    size, in between: slot n begins at token `n * 2 * num_layers * slot_len`, for keys as for values and in every layer.
     """
 
-    def __init__(self, config: AttentionConfig) -> None:
-        assert config.softcap is None, "these kernels have no soft cap"
-        self._config = config
+    def __init__(self, layers: Mapping[int, AttentionConfig]) -> None:
+        assert all(each.softcap is None for each in layers.values()), "these kernels have no soft cap"
+        self._layers = layers
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         from torch.nn.attention import varlen
@@ -211,8 +212,8 @@ class TorchVarlenBackend:
                 offsets,
                 cache.max_seq_length,
                 longest,
-                scale=self._config.scale,
-                window_size=_varlen_window(self._config.windows[layer_idx], cache.max_seq_length),
+                scale=self._layers[layer_idx].scale,
+                window_size=_varlen_window(self._layers[layer_idx].window, cache.max_seq_length),
                 enable_gqa=True,
                 seqused_k=lengths,
             )
@@ -231,16 +232,16 @@ def _varlen_window(window: int | None, most_queries: int) -> tuple[int, int]:
     return (-1, -1) if window is None and most_queries == 1 else (_tokens_back(window), 0)
 
 
-def _options(config: AttentionConfig) -> list[dict[str, Any]]:
+def _options(layers: Mapping[int, AttentionConfig]) -> dict[int, dict[str, Any]]:
     """By layer: what flash-attn calls the scale, the soft cap (0: none) and the window (tokens back, tokens ahead)."""
-    return [
-        {
+    return {
+        layer_idx: {
             "softmax_scale": config.scale,
             "softcap": config.softcap or 0.0,
-            "window_size": (_tokens_back(window), -1 if window is None else 0),
+            "window_size": (_tokens_back(config.window), -1 if config.window is None else 0),
         }
-        for window in config.windows
-    ]
+        for layer_idx, config in layers.items()
+    }
 
 
 def _tokens_back(window: int | None) -> int:

@@ -10,7 +10,7 @@ windows of decode rows are copied together on any device, so that steps do not g
 Torch's function has no soft cap: scores that have one are computed by separate operators.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,37 +90,38 @@ class _PrefillRow:
 class TorchBackend:
     """Writes the slots in place; `is_in_place`: decode rows read them in place too (see above)."""
 
-    def __init__(self, config: AttentionConfig, *, is_in_place: bool = True) -> None:
-        self._config = config
+    def __init__(self, layers: Mapping[int, AttentionConfig], *, is_in_place: bool = True) -> None:
+        self._layers = layers
         self._is_in_place = is_in_place
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         append = append_tokens(batch, cache)
-        by_window = {window: self._parts(batch, cache, window) for window in set(self._config.windows)}
+        parts = {config: self._parts(batch, cache, config) for config in set(self._layers.values())}
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
-            for part in by_window[self._config.windows[layer_idx]]:
+            for part in parts[self._layers[layer_idx]]:
                 part.attend(query, keys, values, output)
             return output
 
         return attend
 
     def _parts(
-        self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, window: int | None
+        self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig
     ) -> list[_DecodeRows | _PrefillRow]:
+        window = config.window
         if window is not None and window >= cache.max_cache_length:
             window = None  # no sequence is longer than it
-        prefill = _prefill_rows(batch, self._config, window, cache.blocks.device)
+        prefill = _prefill_rows(batch, config, window, cache.blocks.device)
         if not batch.num_decode_rows:
             return [*prefill]
         if window is not None:
-            return [_windows(batch, cache, self._config, window), *prefill]
+            return [_windows(batch, cache, config, window), *prefill]
         if self._is_in_place:
-            return [*_neighbouring_slots(batch, cache.blocks, self._config), *prefill]
-        return [_copied_slots(batch, cache, self._config), *prefill]
+            return [*_neighbouring_slots(batch, cache.blocks, config), *prefill]
+        return [_copied_slots(batch, cache, config), *prefill]
 
 
 def _windows(
@@ -189,7 +190,10 @@ def _prefill_rows(
 
 
 def attend_alone(
-    config: AttentionConfig, slots: torch.Tensor, positions: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    layers: Mapping[int, AttentionConfig],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cache: ContinuousBatchingKVCacheCollection,
 ) -> Attend:
     """Each token attends in a call of its own, whose shape depends on nothing but the token's position.
 
@@ -204,7 +208,8 @@ def attend_alone(
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query.reshape(len(ends), num_kv_heads, -1, head_dim)
         output = torch.empty_like(grouped)
-        window = config.windows[layer_idx]
+        config = layers[layer_idx]
+        window = config.window
         for row, (slot, end) in enumerate(ends):
             if row and ends[row - 1] == (slot, end):
                 output[row] = output[row - 1]

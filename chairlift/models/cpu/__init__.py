@@ -6,7 +6,7 @@ runs it. The torch model is the reference in tests.
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int64, c_void_p
 
 import torch
@@ -15,20 +15,21 @@ from torch import nn
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType, Quantization
 from chairlift.models.attention import BatchMetadata, find_head_obstacle
-from chairlift.models.config import Activation, ModelConfig, ModelShape, QKNorm
+from chairlift.models.blocks import Arrange, Block, Rotation
+from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
-from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, pack_grouped, rope_table
+from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
 from chairlift.models.cpu.structures import Batch, Layer, Matrix, Model
-from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.rotary import RopeTable
 
 __all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library"]
 
 _HEAD_DIM_ALIGNMENT = 32
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _GROUPED_FORMATS = 2  # added to the above
-_ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
 
 
 def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) -> str | None:
@@ -42,10 +43,12 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
         return f"it computes in one process, and tensor_parallel_size is {num_ranks}"
     if dtype is DType.FLOAT16:
         return f"it computes in float32 or bfloat16, not {dtype}"
-    if obstacle := find_head_obstacle(model.head_dim, _HEAD_DIM_ALIGNMENT):
+    if obstacle := find_head_obstacle(model.head_dims, _HEAD_DIM_ALIGNMENT):
         return obstacle
     if not isinstance(model, ModelConfig):
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
+    if differing := _differing_fields(model):
+        return f"its layers must be alike, and this model's differ in {', '.join(differing)}"
     try:
         load_library(None)
     except CpuKernelsUnavailable as error:
@@ -53,19 +56,32 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
     return None
 
 
+def _differing_fields(model: ModelConfig) -> list[str]:
+    """The fields of `Model` that its layers do not agree on; layers of other blocks lack some."""
+    shapes = [_native_shape(layer) for layer in model.layers]
+    names = sorted({name for shape in shapes for name in shape})
+    return [name for name in names if len({shape.get(name) for shape in shapes}) > 1]
+
+
+def _native_shape(blocks: Sequence[Block]) -> dict[str, float]:
+    return {name: value for block in blocks for name, value in block.native_shape().items()}
+
+
 class CpuDecoder:
     """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in the batch.
 
     Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice.
     Matrices in groups of integers are multiplied as they are, and others in the model's number format unless they are
-    to be quantized. ValueError for heads that the kernels do not take.
+    to be quantized. ValueError for heads that the kernels do not take, and layers that differ.
     """
 
     def __init__(
         self, model: Decoder, max_seq_len: int, *, quantization: Quantization | None = None, isa: str | None = None
     ) -> None:
-        if obstacle := find_head_obstacle(model.config.head_dim, _HEAD_DIM_ALIGNMENT):
+        if obstacle := find_head_obstacle(model.config.head_dims, _HEAD_DIM_ALIGNMENT):
             raise ValueError(obstacle)
+        if differing := _differing_fields(model.config):
+            raise ValueError(f"its layers must be alike, and these differ in {', '.join(differing)}")
         library = load_library(isa)
         self._forward, self._logits = library.chairlift_forward, library.chairlift_logits
         self._forward.argtypes = [POINTER(Model), POINTER(Batch), c_int, c_void_p, c_void_p, c_int]
@@ -150,19 +166,18 @@ class CpuDecoder:
             raise IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
 
 
-_Arrange = Callable[[torch.Tensor], torch.Tensor]
-"""Brings the rows of a matrix or vector into the order that the kernels expect."""
-
-
 def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
 class _Weights:
-    """Packs a model's weights, and keeps all that the kernels hold pointers to."""
+    """A `Packer`, which keeps all that the kernels hold pointers to."""
+
+    lanes = LANES
 
     def __init__(self, quantization: Quantization | None) -> None:
         self._quantization = quantization
+        self._rotations: dict[RopeTable, Rotation] = {}
         self._kept: list[object] = []
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
@@ -170,66 +185,40 @@ class _Weights:
     def take(self, model: Decoder, max_seq_len: int) -> Model:
         config = model.config
         head = self._matrix(model.lm_head, is_head=True)
-        tables = {rope: self._keep(rope_table(rope, config.head_dim, max_seq_len)) for rope in model.ropes}
+        self._rotations = {
+            key: Rotation(self._keep(rope_table(*key, max_seq_len)), table.shape[-1])
+            for key, table in model.ropes.items()
+        }
         layers = (Layer * config.num_layers)()
         self._kept.append(layers)
-        for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
-            num_rotated = config.head_dim if each.rope is None else model.ropes[each.rope].shape[-1]
-            table = None if each.rope is None else tables[each.rope]
-            layers[index] = self._layer(layer, table, num_rotated, each.window or _ALL_KEYS)
+        for index, layer in enumerate(model.layers):
+            layers[index] = Layer(**layer.pack(self))
             _give_back_memory()
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
         del model.model.embed_tokens  # the last reference to a tied head, which is packed now
         return Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate=config.intermediate_size,
             vocab=config.vocab_size,
-            is_gelu=config.activation is Activation.GELU_TANH,
-            are_heads_normed_as_one=config.qk_norm is QKNorm.ALL_HEADS,
             eps=config.rms_norm_eps,
-            attention_scale=config.attention_scale,
             embedding_scale=model.embedding_scale,
             residual_scale=config.residual_scale,
             logits_scale=1 / config.logits_divisor,
-            attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
             layers=layers,
-            final_norm=self._norm(model.model.norm),
+            final_norm=self.norm(model.model.norm),
             embedding=embedding,
             head=head,
+            **_native_shape(config.layers[0]),
         )
 
-    def _layer(self, layer: DecoderLayer, rope: int | None, num_rotated: int, window: int) -> Layer:
-        """`rope`: address of the table for the first `num_rotated` elements of a head, which rotate; None: none do."""
-        attention = layer.self_attn
-        num_turning = attention.num_heads + attention.num_kv_heads
-
-        def arrange(rows: torch.Tensor) -> torch.Tensor:
-            return arrange_heads(rows, num_turning, attention.head_dim, num_rotated)
-
-        return Layer(
-            qkv=self._matrix(attention.qkv_proj, arrange, num_exact=attention.num_kv_heads * attention.head_dim),
-            out=self._matrix(attention.o_proj),
-            gate_up=self._matrix(layer.mlp.gate_up_proj, interleave),
-            down=self._matrix(layer.mlp.down_proj),
-            pre_attention_norm=self._norm(layer.pre_attention_norm),
-            post_attention_norm=self._norm(layer.post_attention_norm),
-            pre_mlp_norm=self._norm(layer.pre_mlp_norm),
-            post_mlp_norm=self._norm(layer.post_mlp_norm),
-            query_norm=self._norm(attention.q_norm, arrange),
-            key_norm=self._norm(attention.k_norm, arrange),
-            rope=rope,
-            window=window,
-        )
+    def matrix(self, linear: Linear, arrange: Arrange = _as_they_are, *, num_exact: int = 0) -> Matrix:
+        """See `Packer`."""
+        return self._matrix(linear, arrange, num_exact=num_exact)
 
     def _matrix(
-        self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
+        self, linear: Linear, arrange: Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
     ) -> Matrix:
-        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here."""
         bias = None if linear.bias is None else arrange(linear.bias)
         weight = linear.let_go()
         if isinstance(weight, torch.Tensor) and self._quantization is None:
@@ -263,7 +252,11 @@ class _Weights:
             **places,
         )
 
-    def _norm(self, norm: RMSNorm | None, arrange: _Arrange = _as_they_are) -> int | None:
+    def rotation(self, table: RopeTable) -> Rotation:
+        """See `Packer`."""
+        return self._rotations[table]
+
+    def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
         """The factors of a norm: float32, padded with zeros to whole vectors."""
         if norm is None:
             return None

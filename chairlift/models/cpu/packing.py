@@ -8,7 +8,7 @@ Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits wi
 2 k + 1 are the low and high halves of one. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
-first in both halves, and the angle of the others is 0.
+first in both halves (`blocks/attention.py`), and the angle of the others is 0.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from chairlift.models.config import RopeConfig
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
+from chairlift.models.rotary import RopeConfig
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
@@ -85,29 +86,8 @@ def pack_grouped(
         weight.group_size,
         _by_panel(_in_units(scales, units, dtype)),
         None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
-        _pad_outputs(units),
+        pad_rows(units, LANES),
     )
-
-
-def interleave(tensor: torch.Tensor) -> torch.Tensor:
-    """Gate and up stacked `[2 I, ...]` -> 16 outputs of gate, then the same 16 of up, and so on; I padded to 16."""
-    gate, up = (_pad_outputs(half).view(-1, LANES, *tensor.shape[1:]) for half in tensor.chunk(2))
-    return torch.stack((gate, up), dim=1).flatten(0, 2)
-
-
-def arrange_heads(rows: torch.Tensor, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:
-    """`[n * head_dim, ...]`: reorders the first `num_heads` heads as above, if there are so many.
-
-    In the order of a checkpoint the first `num_rotated` elements rotate, each half of these with the other.
-    """
-    if num_rotated == head_dim:
-        return rows
-    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
-    ranges = ((0, middle), (num_rotated, end), (middle, num_rotated), (end, head_dim))
-    order = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-    indices = torch.arange(len(rows)).view(-1, head_dim)
-    indices[:num_heads] = indices[:num_heads, order]
-    return rows[indices.flatten()]
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tensor:
@@ -156,14 +136,8 @@ def _panels(rows: torch.Tensor) -> torch.Tensor:
 
 def _by_panel(rows: torch.Tensor) -> torch.Tensor:
     """`[out, n]` -> `[padded out / 16, n, 16]`"""
-    return _pad_outputs(rows).view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
+    return pad_rows(rows, LANES).view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else _pad_outputs(bias.float())
-
-
-def _pad_outputs(tensor: torch.Tensor) -> torch.Tensor:
-    """The first dimension to a multiple of 16."""
-    missing = -len(tensor) % LANES
-    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)).contiguous() if missing else tensor.contiguous()
+    return None if bias is None else pad_rows(bias.float(), LANES)

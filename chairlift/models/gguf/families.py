@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.config import LAYER_TYPES, NORM_NAMES, ModelConfig
+from chairlift.models.config import LAYER_TYPES, ModelConfig
 from chairlift.models.families import FAMILIES
 from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, read_tensor
 from chairlift.models.grouped import GroupedWeight
@@ -34,25 +34,6 @@ _FIELDS = {
 
 _HARMLESS = {"rope.scaling.finetuned", "attention.causal", "tensor_data_layout"}
 
-_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_NORMS = {  # in the wiring
-    "attn_norm": "pre_attention_norm",
-    "post_attention_norm": "post_attention_norm",
-    "ffn_norm": "pre_mlp_norm",
-    "post_ffw_norm": "post_mlp_norm",
-}
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
 
 # Ends of turns and of texts, which llama.cpp also recognizes where a file names only one end.
@@ -124,7 +105,6 @@ class _Architecture:
 
     family: str | Callable[[_Fields], str]
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
-    names: dict[str, str] = field(default_factory=dict)  # in addition to those of all architectures
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     extend: Callable[[_Config, _Fields], _Config] = lambda config, _: config
 
@@ -169,7 +149,7 @@ _ARCHITECTURES = {
     "qwen3": _Architecture("Qwen3ForCausalLM"),
     "smollm3": _Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "granite": _Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
-    "phi3": _Architecture("Phi3ForCausalLM", names=_FUSED_NAMES, numbers=_WINDOW),
+    "phi3": _Architecture("Phi3ForCausalLM", numbers=_WINDOW),
     "olmo2": _Architecture("Olmo2ForCausalLM"),
     "gemma2": _Architecture(
         "Gemma2ForCausalLM", numbers={**_WINDOW, **_CAPS}, extend=partial(_extend_gemma, period=2, large=46)
@@ -312,16 +292,17 @@ class GGUFWeights:
         """`config`: built from the result of `describe_gguf`."""
         self._architecture = _architecture_of(file)[1]
         self._config = config
-        norms = NORM_NAMES[config.norms]
-        norm_names = {theirs: norms[ours] for theirs, ours in _NORMS.items() if ours in norms}
-        self._layer_names = {**_LAYER_NAMES, **norm_names, **self._architecture.names}
+        parts = [part for weight in config.weights() for part in weight.parts]
+        self._names = {part.gguf: part.name for part in parts}
+        self._rotated = {part.name: part.rotated_head_dim for part in parts if part.rotated_head_dim is not None}
         self._infos = {self._name_of(name): info for name, info in file.tensors.items() if name not in _ROPE_TENSORS}
         self.tensors = {name: StoredTensor(info.shape, format_of(info.kind)) for name, info in self._infos.items()}
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
         tensor = read_tensor(self._infos[name])
-        if self._architecture.is_interleaved and (".q_proj." in name or ".k_proj." in name):
-            split = self._split_halves
+        head_dim = self._rotated.get(name.rpartition(".")[0])
+        if self._architecture.is_interleaved and head_dim is not None:
+            split = partial(_split_halves, head_dim=head_dim)
             return tensor.map_rows(split) if isinstance(tensor, GroupedWeight) else split(tensor)
         if self._config.has_offset_norms and name.endswith("norm.weight"):
             assert isinstance(tensor, torch.Tensor), "vectors are plain"
@@ -330,16 +311,14 @@ class GGUFWeights:
 
     def _name_of(self, name: str) -> str:
         """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`; what is not known stays as it is."""
-        if name.startswith("blk."):
-            _, layer, part, suffix = (*name.split("."), "", "", "")[:4]
-            return f"model.layers.{layer}.{self._layer_names[part]}.{suffix}" if part in self._layer_names else name
-        part, _, suffix = name.partition(".")
-        return f"{_OUTER_NAMES[part]}.{suffix}" if part in _OUTER_NAMES else name
+        part, _, suffix = name.rpartition(".")
+        return f"{self._names[part]}.{suffix}" if part in self._names else name
 
-    def _split_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """In each head first the rows that were even, then those that were odd."""
-        pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+
+def _split_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """In each head first the rows that were even, then those that were odd."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _is_set(value: object) -> bool:

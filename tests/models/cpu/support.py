@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +12,20 @@ from torch import nn
 
 from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.models import TorchForward, load_backend
-from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
+from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm, SelfAttention
+from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.decoder import Decoder, SelfAttention
+from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
+from chairlift.models.rotary import RopeConfig
 from tests.support.forward_bench import SLOT_LEN, Bench
+from tests.support.shapes import Positions, positions_of, varied
 
 _ROPE = RopeConfig(10_000.0)
 _PARTIAL_ROPE = RopeConfig(10_000.0, parameters=(("partial_rotary_factor", 0.7),))
 _FACTORS = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64}
-_LLAMA3 = LayerConfig(RopeConfig(500_000.0, "llama3", tuple(_FACTORS.items())))
+_LLAMA3 = Positions(RopeConfig(500_000.0, "llama3", tuple(_FACTORS.items())))
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,14 @@ BASE = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=261,
     hidden_size=104,
-    intermediate_size=150,
-    layers=(LayerConfig(_ROPE),) * 2,
-    num_heads=8,
-    num_kv_heads=1,
-    head_dim=32,
+    layers=(
+        (
+            AttentionBlock(num_heads=8, num_kv_heads=1, head_dim=32, scale=32**-0.5, rope=_ROPE),
+            DenseMLPBlock(intermediate_size=150),
+        ),
+    )
+    * 2,
     rms_norm_eps=1e-5,
-    attention_scale=32**-0.5,
     max_position_embeddings=SLOT_LEN,
     is_tied=True,
     dtype=DType.FLOAT32,
@@ -61,19 +65,19 @@ BASE = ModelConfig(
 def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int = 32, **fields: Any) -> ModelConfig:
     """`BASE` but for these; scores are divided by the root of the head's size, unless the fields have it."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_heads": heads, "num_kv_heads": kv_heads}
-    return replace(BASE, **{**sizes, "head_dim": head_dim, "attention_scale": head_dim**-0.5, **fields})
+    return varied(BASE, **{**sizes, "head_dim": head_dim, "scale": head_dim**-0.5, **fields})
 
 
-_QKV_BIAS, _ALL_BIASES = {"has_qkv_bias": True}, {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True}
+_QKV_BIAS, _ALL_BIASES = {"has_qkv_bias": True}, {"has_qkv_bias": True, "has_output_bias": True, "has_bias": True}
 _GEMMA: dict[str, Any] = {
     "norms": Norms.PRE_AND_POST,
     "qk_norm": QKNorm.HEAD,
     "has_offset_norms": True,
     "activation": Activation.GELU_TANH,
-    "attention_softcap": 3.0,
+    "softcap": 3.0,
     "logits_softcap": 10.0,
     "embedding_scale": 6.5,
-    "attention_scale": 24**-0.5,
+    "scale": 24**-0.5,
 }
 _GRANITE: dict[str, Any] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_divisor": 8.0}
 
@@ -82,26 +86,26 @@ SHAPES = {
     # Norms around attention and MLP, soft caps, two tables of angles, windows within, across and beyond chunks of keys.
     "like Gemma": shape(
         *(72, 90, 4, 2),
-        layers=(LayerConfig(_ROPE, 24), LayerConfig(RopeConfig(1_000_000.0)), LayerConfig(_ROPE, 130)),
+        layers=(Positions(_ROPE, 24), Positions(RopeConfig(1_000_000.0)), Positions(_ROPE, 130)),
         **_GEMMA,
     ),
     "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
     # Scales everywhere, heads that turn in part, a layer without positions.
     "like Granite, Phi and SmolLM": shape(
         *(98, 150, 5, 1),
-        layers=(LayerConfig(_PARTIAL_ROPE, 200), LayerConfig(None), LayerConfig(_PARTIAL_ROPE, 100)),
-        **{**_GRANITE, **_QKV_BIAS, "attention_scale": 1 / 16, "qk_norm": QKNorm.HEAD},
+        layers=(Positions(_PARTIAL_ROPE, 200), Positions(None), Positions(_PARTIAL_ROPE, 100)),
+        **{**_GRANITE, **_QKV_BIAS, "scale": 1 / 16, "qk_norm": QKNorm.HEAD},
     ),
     "eight heads to one": BASE,
     "one head to one": shape(
         *(75, 201, 3, 3, 64), vocab_size=333, is_tied=False, layers=(_LLAMA3,) * 2, **_QKV_BIAS, has_output_bias=True
     ),
-    "three heads to one": shape(126, 66, 6, 2, 96, has_mlp_bias=True),
+    "three heads to one": shape(126, 66, 6, 2, 96, has_bias=True),
     "five heads to one": shape(90, 112, 10, 2, 128, is_tied=False, layers=(_LLAMA3,) * 2, **_ALL_BIASES),
     "wide heads": shape(44, 33, 4, 2, 256),
     "many heads": shape(90, 250, 18, 9),
     "twenty heads to one": shape(100, 150, 20, 1, is_tied=False, vocab_size=256),
-    "deep products": shape(70, 4100, 7, 1, layers=BASE.layers[:1]),
+    "deep products": shape(70, 4100, 7, 1, layers=positions_of(BASE)[:1]),
 }
 
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chairlift.models.config import LayerConfig, ModelConfig
+from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from tests.models.cpu import support
 from tests.models.cpu.support import BASE, BFLOAT16, FLOAT32, SHAPES, Format, cpu_bench, cpu_forward, make_model
+from tests.models.support import linear
 from tests.support.forward_bench import NUM_SLOTS, SLOT_LEN, Bench, Row, random_tokens
 from tests.support.kernels import needs_kernels
+from tests.support.shapes import Positions, attention_of, varied
 
 pytestmark = needs_kernels
 
@@ -32,7 +34,7 @@ RAGGED = (
     ((8, 1), (0, 1), (3, 1), (1, 1), (5, 1), (7, 1), (2, 1), (6, 1)),
     ((3, 240), (0, 17)),
 )
-UNTIED = replace(BASE, is_tied=False, num_kv_heads=2)
+UNTIED = varied(BASE, is_tied=False, num_kv_heads=2)
 
 
 def ragged_logits(bench: Bench) -> torch.Tensor:
@@ -161,7 +163,7 @@ def test_stale_values_are_neither_read_nor_written(isa: str, number_format: Form
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_nothing_before_a_window_is_read(num_kv_heads: int, num_new: int, isa: str, number_format: Format) -> None:
     """But for the rest of a block of 32 keys: so a decode step takes no longer, however long its sequence is."""
-    config = replace(BASE, layers=tuple(LayerConfig(None, window) for window in (24, 130)), num_kv_heads=num_kv_heads)
+    config = varied(BASE, [Positions(None, window) for window in (24, 130)], num_kv_heads=num_kv_heads)
     whole, forgetful = (cpu_bench(config, number_format, isa) for _ in range(2))
     tokens = random_tokens(random.Random(8), 300 + num_new)
     for bench in (whole, forgetful):
@@ -213,8 +215,8 @@ def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, is
 @pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
-    linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
-    linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
+    block = "self_attn" if name in ("qkv_proj", "o_proj") else "mlp"
+    linear(model, f"0.{block}.{name}").weight[-1, 9] = torch.nan
     for logits in cpu_bench(model, number_format, isa).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
@@ -295,7 +297,7 @@ def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(nu
         results = sum(len(each) * (4 * BASE.vocab_size + 4 * BASE.hidden_size) for each in outputs)
         taken.append(decoder._workspace.nbytes + results)
     assert max(taken) <= counted <= 2 * max(taken)
-    a_chunk_s_partial_results = 4 * 16 * (BASE.head_dim + 2)  # of 16 queries
+    a_chunk_s_partial_results = 4 * 16 * (attention_of(BASE).head_dim + 2)  # of 16 queries
     more = decoder.step_bytes(390, 390, 3 * 390 + 128 * 1000) - counted
     assert more == pytest.approx(1000 * a_chunk_s_partial_results, rel=0.1)
 
@@ -305,4 +307,4 @@ def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
     with pytest.raises(
         ValueError, match=f"it needs a head_dim of at most 256 that is a multiple of 32, not {head_dim}"
     ):
-        cpu_forward(replace(BASE, head_dim=head_dim))
+        cpu_forward(varied(BASE, head_dim=head_dim))

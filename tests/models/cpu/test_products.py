@@ -14,6 +14,7 @@ from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear
 from tests.models.cpu import support
 from tests.models.cpu.support import BASE, SHAPES, assert_equal_but_for_rounded_factors, cpu_bench, make_model
+from tests.models.support import linear
 from tests.support.forward_bench import SLOT_LEN, Row, random_tokens
 from tests.support.kernels import needs_kernels
 
@@ -133,10 +134,11 @@ def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
 
 def test_matrices_of_one_model_may_differ_in_format() -> None:
     mixed, same = (make_model(replace(BASE, hidden_size=128, is_tied=False)) for _ in range(2))
-    for layer, other in zip(mixed.layers, same.layers, strict=True):
-        weight = quantize(layer.mlp.gate_up_proj.weight.detach(), 4)
-        layer.mlp.gate_up_proj.take(weight)
-        other.mlp.gate_up_proj.weight.copy_(weight.dequantize())
+    for layer in range(BASE.num_layers):
+        product, other = (linear(model, f"{layer}.mlp.gate_up_proj") for model in (mixed, same))
+        weight = quantize(product.weight.detach(), 4)
+        product.take(weight)
+        other.weight.copy_(weight.dequantize())
     rows = [Row(0, [1, 2, 3]), Row(3, [9])]
     ours, exact = (torch.cat(cpu_bench(model).run(rows)) for model in (mixed, same))
     assert 0 < float((ours - exact).norm() / exact.norm()) < 0.02

@@ -1,0 +1,174 @@
+"""The block of attention: queries over the keys and values that a slot keeps of all earlier tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+
+from chairlift.cache.layout import KVCacheParams
+from chairlift.models.attention import AttentionConfig
+from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
+from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.rotary import RopeConfig, RopeTable, apply_rope
+
+_ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
+
+
+class QKNorm(StrEnum):
+    """What one norm of queries (or keys) spans, before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"
+    ALL_HEADS = "all heads"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """A `Block`: the attention of one layer."""
+
+    name: ClassVar[str] = "self_attn"
+    role: ClassVar[str] = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of scores
+    rope: RopeConfig | None = None  # None: no positions
+    window: int | None = None  # keys that a query sees, its own included; None: all
+    softcap: float | None = None  # c tanh(score / c)
+    qk_norm: QKNorm = QKNorm.NONE
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
+
+    @property
+    def table(self) -> RopeTable | None:
+        """The rotary table that it reads."""
+        return None if self.rope is None else RopeTable(self.rope, self.head_dim)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """What an attention backend computes for it."""
+        return AttentionConfig(self.scale, self.window, self.softcap)
+
+    def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> "SelfAttention":
+        return SelfAttention(self, layer_idx, hidden_size, make_norm)
+
+    def weights(self) -> tuple[Weight, ...]:
+        queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
+        parts: tuple[Part, ...] = (
+            Part("q_proj", "attn_q", (queries,), self.head_dim),
+            Part("k_proj", "attn_k", (keys,), self.head_dim),
+            Part("v_proj", "attn_v", (keys,)),
+        )
+        if self.is_fused:
+            parts = (Part("qkv_proj", "attn_qkv", (queries, keys, keys)),)
+        norm_cut = Cut.ROWS if self.qk_norm is QKNorm.ALL_HEADS else Cut.NONE
+        return (
+            Weight("qkv_proj", parts, Cut.ROWS),
+            Weight("o_proj", (Part("o_proj", "attn_output", (queries,)),), Cut.COLUMNS),
+            Weight("q_norm", (Part("q_norm", "attn_q_norm", (queries,)),), norm_cut),
+            Weight("k_norm", (Part("k_norm", "attn_k_norm", (keys,)),), norm_cut),
+        )
+
+    def divide(self, num_ranks: int) -> Self:
+        return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=max(1, self.num_kv_heads // num_ranks))
+
+    def find_split_obstacle(self, num_ranks: int) -> str | None:
+        if self.num_heads % num_ranks:
+            return f"its {self.num_heads} attention heads cannot be divided by that"
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            return f"its {self.num_kv_heads} key/value heads can neither be divided by that nor divide it"
+        return None
+
+    def kept(self, dtype: torch.dtype) -> KVCacheParams:
+        return KVCacheParams(dtype, self.num_kv_heads, self.head_dim)
+
+    def native_shape(self) -> dict[str, float]:
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "attention_scale": self.scale,
+            "attention_softcap": self.softcap or 0.0,
+            "are_heads_normed_as_one": self.qk_norm is QKNorm.ALL_HEADS,
+        }
+
+
+class SelfAttention(BlockModule):
+    """Projections around `attend`; queries and keys are normalised and rotated in between, if the block says so."""
+
+    def __init__(
+        self, block: AttentionBlock, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_kv_heads, self.head_dim = block.num_heads, block.num_kv_heads, block.head_dim
+        num_fused_heads = block.num_heads + 2 * block.num_kv_heads
+        self.qkv_proj = Linear(hidden_size, num_fused_heads * block.head_dim, bias=block.has_qkv_bias)
+        self.o_proj = Linear(block.num_heads * block.head_dim, hidden_size, bias=block.has_output_bias)
+        self.q_norm = self.k_norm = None
+        if block.qk_norm is not QKNorm.NONE:
+            is_per_head = block.qk_norm is QKNorm.HEAD
+            self.q_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_heads))
+            self.k_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_kv_heads))
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`; appends the tokens' keys and values to the slots."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+            rotated = torch.cat((_normalise(self.q_norm, query), _normalise(self.k_norm, key)), dim=1)
+        if (table := self.block.table) is not None:
+            cosines, sines = now.ropes[table]
+            rotated = apply_rope(rotated, cosines, sines)
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        projected: torch.Tensor = self.o_proj(now.attend(self.layer_idx, query, key, value).flatten(1))
+        return projected
+
+    def pack(self, packer: Packer) -> dict[str, object]:
+        table = self.block.table
+        rotation = None if table is None else packer.rotation(table)
+        arrange = partial(
+            arrange_heads,
+            num_heads=self.num_heads + self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_rotated=self.head_dim if rotation is None else rotation.num_rotated,
+        )
+        return {
+            "qkv": packer.matrix(self.qkv_proj, arrange, num_exact=self.num_kv_heads * self.head_dim),
+            "out": packer.matrix(self.o_proj),
+            "query_norm": packer.norm(self.q_norm, arrange),
+            "key_norm": packer.norm(self.k_norm, arrange),
+            "rope": None if rotation is None else rotation.address,
+            "window": self.block.window or _ALL_KEYS,
+        }
+
+
+def arrange_heads(rows: torch.Tensor, *, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:
+    """`[n * head_dim, ...]`: reorders the first `num_heads` heads, if there are so many, as the native code rotates.
+
+    It rotates whole heads, each half with the other. In the order of a checkpoint the first `num_rotated` elements
+    rotate, each half of these with the other; here they come first in both halves.
+    """
+    if num_rotated == head_dim:
+        return rows
+    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
+    ranges = ((0, middle), (num_rotated, end), (middle, num_rotated), (end, head_dim))
+    order = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    indices = torch.arange(len(rows)).view(-1, head_dim)
+    indices[:num_heads] = indices[:num_heads, order]
+    return rows[indices.flatten()]
+
+
+def _normalise(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:
+    """`[T, H, D]`, each head alone or all heads of a token together, depending on the norm's width."""
+    spanned = heads if len(norm.weight) == heads.shape[-1] else heads.flatten(1)
+    normalised: torch.Tensor = norm(spanned)
+    return normalised.view(heads.shape)

@@ -1,0 +1,158 @@
+"""The faces of a block: what the wiring, the loader, the ranks, the native code and the cache ask of every kind.
+
+A `Block` describes one block of one layer, and makes its `BlockModule`. All that depends on the kind is in its file;
+the others go through these two.
+
+    weights           the loader, for Hugging Face's names; GGUF files, for llama.cpp's; ranks, for how each is cut
+    divide            ranks, for the part that each computes
+    kept              the cache, for what a slot keeps of the layer
+    native_shape      the native code, for what all layers must have in common
+    pack              the native code, for the layer's weights
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import nn
+
+from chairlift.cache.layout import Kept
+from chairlift.models.attention import Attend
+from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.rotary import RopeTable
+
+Arrange = Callable[[torch.Tensor], torch.Tensor]
+"""Brings the rows of a matrix or vector into the order that the native code expects."""
+
+
+class Cut(Enum):
+    """The way in which ranks divide a weight."""
+
+    NONE = auto()  # each has all of it
+    ROWS = auto()  # each computes outputs of its own; several have the same where there are fewer units than ranks
+    COLUMNS = auto()  # each computes a summand of every output; the first one adds the bias
+    PADDED_ROWS = auto()  # as ROWS, but any number can be divided: zeros fill the last ranks'
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Heads or features, which are never divided themselves, along the cut dimension of a weight."""
+
+    count: int
+    length: int = 1  # of each
+
+    @property
+    def total(self) -> int:
+        return self.count * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a checkpoint, without its suffix: a weight of a block, or some rows of one."""
+
+    name: str  # Hugging Face's
+    gguf: str  # llama.cpp's
+    units: tuple[Units, ...] = ()  # one after the other; none: the weight is neither stacked nor cut
+    rotated_head_dim: int | None = None  # of heads that are rotated, whose rows some GGUF files have in another order
+
+    @property
+    def length(self) -> int:
+        return sum(each.total for each in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A module of the wiring that holds weights, and the tensors of a checkpoint that are stacked in it, in order."""
+
+    module: str
+    parts: tuple[Part, ...]
+    cut: Cut = Cut.NONE
+
+    @classmethod
+    def whole(cls, module: str, name: str, gguf: str) -> Self:
+        """A weight that is one tensor, and is not divided."""
+        return cls(module, (Part(name, gguf),))
+
+    def within(self, module: str, name: str, gguf: str) -> "Weight":
+        """The same with its names behind these prefixes."""
+        parts = tuple(replace(part, name=f"{name}{part.name}", gguf=f"{gguf}{part.gguf}") for part in self.parts)
+        return replace(self, module=f"{module}{self.module}", parts=parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What blocks need of the pass beside their input."""
+
+    ropes: Mapping[RopeTable, torch.Tensor]  # [2, T, 1, rotated] each: cosines and sines of the tokens
+    attend: Attend
+
+
+class BlockModule(nn.Module):
+    """A block in torch."""
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`, which the layer adds to its input."""
+        raise NotImplementedError
+
+    def pack(self, packer: "Packer") -> dict[str, object]:
+        """Takes the weights out of the module; returns the fields of `csrc/model.h`'s `Layer` that are this block's."""
+        raise NotImplementedError
+
+
+class Block(Protocol):
+    """A block of one layer: everything that its wiring depends on. Frozen, and equal if its fields are."""
+
+    name: ClassVar[str]  # of its module in a layer, as Hugging Face's tensors have it
+    role: ClassVar[str]  # in the names of the norms around it: attention or mlp
+
+    def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> BlockModule:
+        """The module, without weights."""
+        ...
+
+    def weights(self) -> tuple[Weight, ...]:
+        """What checkpoints may hold of it. Names are within the block, and llama.cpp's within the layer."""
+        ...
+
+    def divide(self, num_ranks: int) -> "Block":
+        """A rank's part."""
+        ...
+
+    def find_split_obstacle(self, num_ranks: int) -> str | None:
+        """Why it cannot be divided over so many ranks; None if it can."""
+        ...
+
+    def kept(self, dtype: torch.dtype) -> Kept:
+        """What a slot keeps of it, in a model that computes in that format."""
+        ...
+
+    def native_shape(self) -> dict[str, float]:
+        """The fields of `csrc/model.h`'s `Model` that it decides, and in which layers must not differ."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A rotary table of the native code, and how many of a head's first elements it rotates."""
+
+    address: int | None
+    num_rotated: int
+
+
+class Packer(Protocol):
+    """Brings weights into the native code's layout, and returns what its structures hold of them."""
+
+    lanes: int  # outputs of a panel
+
+    def matrix(self, linear: Linear, arrange: Arrange = ..., *, num_exact: int = 0) -> Any:
+        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here."""
+        ...
+
+    def norm(self, norm: RMSNorm | None, arrange: Arrange = ...) -> int | None:
+        """The address of a norm's factors."""
+        ...
+
+    def rotation(self, table: RopeTable) -> Rotation:
+        """The table of that key."""
+        ...

@@ -1,0 +1,102 @@
+"""The block of a dense MLP, whose gate and up are one product. A slot keeps nothing of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+from torch.nn import functional as F
+
+from chairlift.device import compiled_on_gpu
+from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
+from chairlift.models.layers import Linear, RMSNorm, pad_rows
+
+
+class Activation(StrEnum):
+    """The activation of the MLP's gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMLPBlock:
+    """A `Block`: the MLP of one layer."""
+
+    name: ClassVar[str] = "mlp"
+    role: ClassVar[str] = "mlp"
+
+    intermediate_size: int
+    activation: Activation = Activation.SILU
+    has_bias: bool = False
+    is_fused: bool = False  # checkpoints hold gate_up_proj, not its parts
+
+    def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> "GatedMLP":  # noqa: ARG002
+        return GatedMLP(self, hidden_size)
+
+    def weights(self) -> tuple[Weight, ...]:
+        inner = Units(self.intermediate_size)
+        parts: tuple[Part, ...] = Part("gate_proj", "ffn_gate", (inner,)), Part("up_proj", "ffn_up", (inner,))
+        if self.is_fused:
+            parts = (Part("gate_up_proj", "ffn_up", (inner, inner)),)
+        return (
+            Weight("gate_up_proj", parts, Cut.ROWS),
+            Weight("down_proj", (Part("down_proj", "ffn_down", (inner,)),), Cut.COLUMNS),
+        )
+
+    def divide(self, num_ranks: int) -> Self:
+        return replace(self, intermediate_size=self.intermediate_size // num_ranks)
+
+    def find_split_obstacle(self, num_ranks: int) -> str | None:
+        if self.intermediate_size % num_ranks:
+            return f"the {self.intermediate_size} inner features of its MLPs cannot be divided by that"
+        return None
+
+    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
+        return None
+
+    def native_shape(self) -> dict[str, float]:
+        return {"intermediate": self.intermediate_size, "is_gelu": self.activation is Activation.GELU_TANH}
+
+
+class GatedMLP(BlockModule):
+    """down(act(gate(x)) * up(x)), gate and up as one product (Shazeer 2020)."""
+
+    def __init__(self, block: DenseMLPBlock, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * block.intermediate_size, bias=block.has_bias)
+        self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
+        self._multiply = _silu_mul if block.activation is Activation.SILU else _gelu_tanh_mul
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
+        """`[T, hidden] -> [T, hidden]`"""
+        projected: torch.Tensor = self.down_proj(self._multiply(self.gate_up_proj(x)))
+        return projected
+
+    def pack(self, packer: Packer) -> dict[str, object]:
+        return {
+            "gate_up": packer.matrix(self.gate_up_proj, partial(interleave, lanes=packer.lanes)),
+            "down": packer.matrix(self.down_proj),
+        }
+
+
+def interleave(tensor: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Gate and up stacked `[2 I, ...]` -> a panel of gate's outputs, then the same of up, and so on; I is padded."""
+    gate, up = (pad_rows(half, lanes).view(-1, lanes, *tensor.shape[1:]) for half in tensor.chunk(2))
+    return torch.stack((gate, up), dim=1).flatten(0, 2)
+
+
+@compiled_on_gpu
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[T, 2 N] -> [T, N]`"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@compiled_on_gpu
+def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[T, 2 N] -> [T, N]`"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

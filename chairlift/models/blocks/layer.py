@@ -1,0 +1,114 @@
+"""A layer: its blocks one after the other, each with its residual around it and norms before it, after it, or both."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+from chairlift.models.blocks.block import Block, BlockModule, Packer, Pass, Weight
+from chairlift.models.layers import RMSNorm
+
+
+class Norms(StrEnum):
+    """Where a layer's norms are: before a block, after it (before the residual is added), or both."""
+
+    PRE = "pre"
+    POST = "post"
+    PRE_AND_POST = "pre and post"
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What the names of the norms around a block begin with in the wiring."""
+        return tuple(self.split(" and "))
+
+
+# Hugging Face's names depend on which norms there are.
+_NAMES = {
+    Norms.PRE: {"pre_attention_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"},
+    Norms.POST: {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
+    Norms.PRE_AND_POST: {
+        "pre_attention_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "pre_mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    },
+}
+_GGUF_NAMES = {
+    "pre_attention_norm": "attn_norm",
+    "post_attention_norm": "post_attention_norm",
+    "pre_mlp_norm": "ffn_norm",
+    "post_mlp_norm": "post_ffw_norm",
+}
+
+
+def weights_of_layer(blocks: Sequence[Block], norms: Norms) -> list[Weight]:
+    """Its weights, with names within the layer."""
+    weights = [weight.within(f"{each.name}.", f"{each.name}.", "") for each in blocks for weight in each.weights()]
+    names = [f"{place}_{each.role}_norm" for each in blocks for place in norms.places]
+    return weights + [Weight.whole(name, _NAMES[norms][name], _GGUF_NAMES[name]) for name in names]
+
+
+@dataclass(slots=True)
+class _Residual:
+    """A block between its norms."""
+
+    pre: RMSNorm | None
+    block: BlockModule
+    post: RMSNorm | None
+
+
+class DecoderLayer(nn.Module):
+    """The layer in torch. Its modules have the blocks' names, and the norms those above."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        layer_idx: int,
+        hidden_size: int,
+        norms: Norms,
+        make_norm: Callable[[int], RMSNorm],
+        residual_scale: float,
+    ) -> None:
+        super().__init__()
+        modules = [each.make(layer_idx, hidden_size, make_norm) for each in blocks]
+        for each, module in zip(blocks, modules, strict=True):
+            self.add_module(each.name, module)
+        self._norms: dict[str, RMSNorm] = {}
+        for each in blocks:
+            for place in norms.places:
+                name = f"{place}_{each.role}_norm"
+                self._norms[name] = make_norm(hidden_size)
+                self.add_module(name, self._norms[name])
+        self._residuals = [
+            _Residual(self._norms.get(f"pre_{each.role}_norm"), module, self._norms.get(f"post_{each.role}_norm"))
+            for each, module in zip(blocks, modules, strict=True)
+        ]
+        self._residual_scale = residual_scale
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two `[T, hidden]`, whose sum is the layer's input; likewise its output. The norms add them."""
+        for each in self._residuals:
+            x, entering = _enter(each.pre, x, delta)
+            delta = self._leave(each.post, each.block(entering, now))
+        return x, delta
+
+    def pack(self, packer: Packer) -> dict[str, object]:
+        """Takes the weights out; returns the fields of `csrc/model.h`'s `Layer`."""
+        fields: dict[str, object] = {}
+        for each in self._residuals:
+            fields |= each.block.pack(packer)
+        return fields | {name: packer.norm(norm) for name, norm in self._norms.items()}
+
+    def _leave(self, norm: RMSNorm | None, delta: torch.Tensor) -> torch.Tensor:
+        delta = delta if norm is None else norm(delta)
+        return delta if self._residual_scale == 1.0 else delta * self._residual_scale
+
+
+def _enter(norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + delta`, and the block's input: the same after the norm, if there is one."""
+    if norm is not None:
+        return norm.add(x, delta)
+    x = x + delta
+    return x, x

@@ -93,22 +93,21 @@ class CacheLayout:
         own = [each for each in layers if isinstance(each, KVCacheParams)]
         if len({each.n_devices for each in own}) != 1:
             raise ValueError("no layer keeps keys and values" if not own else "layers differ in n_devices")
-        shapes = list(dict.fromkeys(own))
-        places: list[Place | None] = []
+        groups = {shape: index for index, shape in enumerate(dict.fromkeys(own))}
+        counts = dict.fromkeys(groups, 0)
+        places: list[Place | None] = [None] * num_layers
         for index, each in enumerate(layers):
-            source = index
+            if isinstance(each, KVCacheParams):
+                places[index] = Place(groups[each], counts[each])
+                counts[each] += 1
+        for index, each in enumerate(layers):
             if isinstance(each, SharedWith):
-                source = each.layer
-                if not 0 <= source < num_layers or not isinstance(layers[source], KVCacheParams):
+                places[index] = places[each.layer] if 0 <= each.layer < num_layers else None
+                if places[index] is None or not isinstance(layers[each.layer], KVCacheParams):
                     raise ValueError(
-                        f"layer {index} shares with layer {source}, which has no keys and values of its own"
+                        f"layer {index} shares with layer {each.layer}, which has no keys and values of its own"
                     )
-            shape = layers[source]
-            if isinstance(shape, KVCacheParams):
-                places.append(Place(shapes.index(shape), layers[:source].count(shape)))
-            else:
-                places.append(None)
-        return cls(tuple(Group(shape, layers.count(shape)) for shape in shapes), tuple(places))
+        return cls(tuple(Group(shape, count) for shape, count in counts.items()), tuple(places))
 
     @property
     def n_devices(self) -> int:

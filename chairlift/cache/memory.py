@@ -1,4 +1,4 @@
-"""The memory behind the blocks of a cache, which starts as zeros.
+"""The memory behind the blocks of a cache, or of one group of its layers, which starts as zeros.
 
     blocks [slot, keys or values, layer, token, head, element]
 

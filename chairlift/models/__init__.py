@@ -171,6 +171,7 @@ class InvariantForward:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
+        self._attention = model.config.attention
         self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
         logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
 
@@ -178,12 +179,12 @@ class InvariantForward:
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
     ) -> torch.Tensor:
         """See `Forward`."""
-        slots, attention = token_slots(batch, cache), self._model.config.attention
+        slots = token_slots(batch, cache)
 
         def run(tile: torch.Tensor) -> torch.Tensor:
             positions = batch.positions[tile]
             hidden: torch.Tensor = self._model(
-                input_ids[tile], positions, torch_sdpa.attend_alone(attention, slots[tile], positions, cache)
+                input_ids[tile], positions, torch_sdpa.attend_alone(self._attention, slots[tile], positions, cache)
             )
             return hidden
 

@@ -10,6 +10,7 @@ import pytest
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
 from chairlift.errors import ConfigurationError
+from chairlift.models.blocks import AttentionBlock
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 from tests.models.cpu.support import BASE
@@ -276,6 +277,16 @@ def test_as_many_slots_as_fit_into_what_the_weights_left(
     free_bytes: int, config: dict[str, Any], num_slots: int
 ) -> None:
     assert refitted(free_bytes, **config).max_batch_size == num_slots  # the default share is 0.8
+
+
+def test_a_token_takes_what_each_layer_keeps_of_it() -> None:
+    attention, mlp = MODEL.layers[0]
+    assert isinstance(attention, AttentionBlock)
+    # 16 layers like the model's, 8 with a quarter of that, 8 with nothing: 18 instead of 32.
+    layers = ((attention, mlp),) * 16 + ((replace(attention, num_kv_heads=4, head_dim=32), mlp),) * 8 + ((mlp,),) * 8
+    for shape, num_slots in ((MODEL, 18), (replace(MODEL, layers=layers), 32)):
+        fitted = fit_slots(EngineConfig(kv_cache_memory_bytes=18 * 2**28), resolved(GPU), shape, 8 * GIB)
+        assert fitted.max_batch_size == num_slots
 
 
 def test_nothing_but_the_number_of_slots_changes() -> None:

@@ -92,11 +92,12 @@ class TorchBackend:
 
     def __init__(self, layers: Mapping[int, AttentionConfig], *, is_in_place: bool = True) -> None:
         self._layers = layers
+        self._kinds = set(layers.values())
         self._is_in_place = is_in_place
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         append = append_tokens(batch, cache)
-        parts = {config: self._parts(batch, cache, config) for config in set(self._layers.values())}
+        parts = {config: self._parts(batch, cache, config) for config in self._kinds}
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)

@@ -4,19 +4,18 @@ A model is run by a `Forward` (`attention`): native code (`cpu`), or torch with 
 """
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
-from chairlift.models.attention import Backend, BatchMetadata, Forward, flash, token_slots, torch_sdpa
+from chairlift.models.attention import Backend, Forward, flash, torch_sdpa
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.decoder import Decoder
+from chairlift.models.forward import InvariantForward, PiecewiseForward, TorchForward
 from chairlift.models.loader import load_adapted, load_model, make_dummy_model
 from chairlift.models.parallel import CheckpointPart
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "InvariantForward",
+    "PiecewiseForward",
     "TorchForward",
     "find_obstacle",
     "load_adapted",
@@ -39,8 +39,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_TILE_SIZES = (16, 8, 4, 2, 1)
-_NUM_PROBED_LAYERS = 64  # a difference shows in about every fourth pass through a layer, so 64 passes miss none
 
 
 def find_obstacle(
@@ -126,94 +124,7 @@ def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> For
     return _with_attention(load_adapted(checkpoint, config.dtype, config.device), checkpoint.config, config)
 
 
-def _with_attention(model: "Decoder | AdaptedDecoder", shape: ModelShape, config: ResolvedConfig) -> "TorchForward":
+def _with_attention(model: "Decoder | AdaptedDecoder", shape: ModelShape, config: ResolvedConfig) -> TorchForward:
     attention = load_backend(config.attention_backend, shape, model.dtype, model.device)
     logger.info("attention: %s on %s", type(attention).__name__, model.device)
-    return TorchForward(model, attention)
-
-
-class TorchForward:
-    """A model in torch, with an attention backend."""
-
-    def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend) -> None:
-        self._model = model
-        self._attention = attention
-
-    def hidden(
-        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
-    ) -> torch.Tensor:
-        """See `Forward`."""
-        hidden: torch.Tensor = self._model(input_ids, batch.positions, self._attention.prepare(batch, cache))
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward`."""
-        return self._model.logits(hidden)
-
-    @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
-        """Runs a step of that many tokens without a cache, to measure what it allocates; returns the rows' logits.
-
-        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
-        """
-        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.device)
-        hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
-        return self._model.logits(hidden[:num_rows])
-
-
-class InvariantForward:
-    """A model in torch that gives a token the same bits whatever else is in the batch. For CPUs.
-
-    Results depend on the batch because libraries choose kernels, and so an order of summation, by the shapes of a call
-    (He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the batch has no influence on any call's shape:
-    tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone.
-    """
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-        self._attention = model.config.attention
-        self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
-        logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
-
-    def hidden(
-        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
-    ) -> torch.Tensor:
-        """See `Forward`."""
-        slots = token_slots(batch, cache)
-
-        def run(tile: torch.Tensor) -> torch.Tensor:
-            positions = batch.positions[tile]
-            hidden: torch.Tensor = self._model(
-                input_ids[tile], positions, torch_sdpa.attend_alone(self._attention, slots[tile], positions, cache)
-            )
-            return hidden
-
-        return self._in_tiles(len(input_ids), run)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward`."""
-        return self._in_tiles(len(hidden), lambda tile: self._model.logits(hidden[tile]))
-
-    def _in_tiles(self, num_rows: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`run` gets the indices of a tile's rows; the last row is repeated to fill the last tile."""
-        starts = range(0, num_rows, self._tile_size)
-        tiles = [torch.arange(start, start + self._tile_size).clamp_(max=num_rows - 1) for start in starts]
-        return torch.cat([run(tile) for tile in tiles])[:num_rows]
-
-
-@torch.inference_mode()
-def _ignores_position(model: Decoder, tile_size: int) -> bool:
-    """Whether a token gets the same bits at every place in a tile of that size, tried with this model on this machine.
-
-    Some kernels treat the last rows of a matrix, or the elements at a thread's border, differently.
-    """
-    num_probes = -(-_NUM_PROBED_LAYERS // model.config.num_layers)
-    probes = torch.linspace(0, model.config.vocab_size - 1, num_probes).long()
-    for position, token in enumerate(probes.tolist()):
-        ids = torch.full((tile_size,), token)
-        places = torch.full_like(ids, position % model.num_positions)  # the tables may be shorter than there are probes
-        hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
-        logits = model.logits(hidden)
-        if not all(torch.equal(each, each[:1].expand_as(each)) for each in (hidden, logits)):
-            return False
-    return True
+    return PiecewiseForward(model, attention) if isinstance(model, Decoder) else TorchForward(model, attention)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.blocks import EMBEDDING, DecoderLayer, Pass
+from chairlift.models.blocks import EMBEDDING, DecoderLayer, Pass, Residual
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import Linear, RMSNorm, can_pack, soft_cap
@@ -93,16 +93,32 @@ class Decoder(nn.Module):
                     module.pack()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`."""
-        # [2, T, 1, rotated] each
-        now = Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend)
+        """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`: all pieces one after the other."""
+        now = self.look_up(positions, attend)
+        return self.leave(self.run(self.enter(input_ids), now, 0, self.config.num_layers))
+
+    def look_up(self, positions: torch.Tensor, attend: Attend) -> Pass:
+        """What layers need of tokens at these positions, int64 `[T]`."""
+        return Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend)
+
+    def enter(self, input_ids: torch.Tensor) -> Residual:
+        """Embeds the tokens, int64 `[T]`."""
         x = self.model.embed_tokens(input_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        delta = torch.zeros_like(x)
-        for layer in self.model.layers:
-            x, delta = layer(x, delta, now)
-        normalised: torch.Tensor = self.model.norm.add(x, delta)[1]
+        return Residual(x, torch.zeros_like(x))
+
+    def run(self, stream: Residual, now: Pass, first_layer: int, count: int) -> Residual:
+        """Runs `count` layers from that one on. IndexError if there are not so many."""
+        if not 0 <= first_layer <= first_layer + count <= self.config.num_layers:
+            raise IndexError(f"{count} layers from {first_layer} on are not in [0, {self.config.num_layers})")
+        for layer in self.layers[first_layer : first_layer + count]:
+            stream = layer(stream, now)
+        return stream
+
+    def leave(self, stream: Residual) -> torch.Tensor:
+        """Normalises what the layers made: final hidden states `[T, hidden]`."""
+        normalised: torch.Tensor = self.model.norm.add(stream.x, stream.delta)[1]
         return normalised
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Layers that differ in every field of their blocks: over the cache they compute what they do without one."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -11,10 +12,18 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.functional import scaled_dot_product_attention
 
-from chairlift.cache import KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheCollection, KVCacheParams
 from chairlift.config import AttentionBackend, DType
-from chairlift.models import Checkpoint, InvariantForward, TorchForward, find_obstacle, load_backend, load_model
-from chairlift.models.attention import Forward
+from chairlift.models import (
+    Checkpoint,
+    InvariantForward,
+    PiecewiseForward,
+    TorchForward,
+    find_obstacle,
+    load_backend,
+    load_model,
+)
+from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.blocks import Activation, AttentionBlock, Block, DenseMLPBlock, QKNorm
 from chairlift.models.cpu import CpuDecoder
@@ -119,6 +128,47 @@ def test_native_code_names_the_fields_in_which_layers_differ(blocks: tuple[Block
         CpuDecoder(make_model(config), SLOT_LEN)
     obstacle = find_obstacle(AttentionBackend.CPU, config, DType.FLOAT32, "cpu")
     assert obstacle == f"its layers must be alike, and this model's differ in {fields}"
+
+
+# In pieces
+
+
+def in_pieces(forward: PiecewiseForward, counts: Sequence[int]) -> Forward:
+    """The same forward pass with so many layers at a time."""
+
+    class Pieces:
+        def hidden(
+            self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+        ) -> torch.Tensor:
+            stage = forward.enter(batch, input_ids, cache)
+            first_layer = 0
+            for count in counts:
+                stage = forward.run(stage, first_layer, count)
+                first_layer += count
+            return forward.leave(stage)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return forward.logits(hidden)
+
+    return Pieces()
+
+
+@pytest.mark.parametrize("counts", [(5,), (1, 1, 1, 1, 1), (2, 0, 3)])
+def test_layers_some_at_a_time_give_the_bits_of_all_at_once(counts: tuple[int, ...]) -> None:
+    model = make_model(MIXED, torch.bfloat16)
+    first, second = random_prompts(6, list(LENGTHS), MIXED.vocab_size)
+    forward = PiecewiseForward(model, TorchBackend(MIXED.attention))
+    whole = computed_in_steps(model, forward, first, second)
+    parts = computed_in_steps(model, in_pieces(forward, counts), first, second)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize(("first_layer", "count"), [(-1, 2), (0, 6), (5, 1), (3, -1)])
+def test_layers_that_there_are_not_cannot_be_run(first_layer: int, count: int) -> None:
+    model = make_model(MIXED)
+    stream = model.enter(torch.tensor([1, 2]))
+    with pytest.raises(IndexError, match=rf"{count} layers from {first_layer} on are not in \[0, 5\)"):
+        model.run(stream, model.look_up(torch.arange(2), lambda *_: torch.empty(0)), first_layer, count)
 
 
 # In files, and over ranks

@@ -50,8 +50,16 @@ def weights_of_layer(blocks: Sequence[Block], norms: Norms) -> list[Weight]:
     return weights + [Weight.whole(name, _NAMES[norms][name], _GGUF_NAMES[name]) for name in names]
 
 
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The tokens between two layers: `[T, hidden]` each, whose sum they are. The next norm adds them."""
+
+    x: torch.Tensor
+    delta: torch.Tensor  # of the last block
+
+
 @dataclass(slots=True)
-class _Residual:
+class _Normed:
     """A block between its norms."""
 
     pre: RMSNorm | None
@@ -81,23 +89,24 @@ class DecoderLayer(nn.Module):
                 name = f"{place}_{each.role}_norm"
                 self._norms[name] = make_norm(hidden_size)
                 self.add_module(name, self._norms[name])
-        self._residuals = [
-            _Residual(self._norms.get(f"pre_{each.role}_norm"), module, self._norms.get(f"post_{each.role}_norm"))
+        self._blocks = [
+            _Normed(self._norms.get(f"pre_{each.role}_norm"), module, self._norms.get(f"post_{each.role}_norm"))
             for each, module in zip(blocks, modules, strict=True)
         ]
         self._residual_scale = residual_scale
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two `[T, hidden]`, whose sum is the layer's input; likewise its output. The norms add them."""
-        for each in self._residuals:
+    def forward(self, stream: Residual, now: Pass) -> Residual:
+        """Returns what the layer makes of the tokens."""
+        x, delta = stream.x, stream.delta
+        for each in self._blocks:
             x, entering = _enter(each.pre, x, delta)
             delta = self._leave(each.post, each.block(entering, now))
-        return x, delta
+        return Residual(x, delta)
 
     def pack(self, packer: Packer) -> dict[str, object]:
         """Takes the weights out; returns the fields of `csrc/model.h`'s `Layer`."""
         fields: dict[str, object] = {}
-        for each in self._residuals:
+        for each in self._blocks:
             fields |= each.block.pack(packer)
         return fields | {name: packer.norm(norm) for name, norm in self._norms.items()}
 

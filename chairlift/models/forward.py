@@ -1,0 +1,144 @@
+"""Ways to run a model in torch: in one piece, layer by layer, or with bits that do not depend on the batch."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.models.attention import Backend, BatchMetadata, token_slots, torch_sdpa
+from chairlift.models.blocks import Pass, Residual
+from chairlift.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from chairlift.models.adapter import AdaptedDecoder
+
+logger = logging.getLogger(__name__)
+
+_TILE_SIZES = (16, 8, 4, 2, 1)
+_NUM_PROBED_LAYERS = 64  # a difference shows in about every fourth pass through a layer, so 64 passes miss none
+
+
+class TorchForward:
+    """A decoder of any kind in torch, with an attention backend, as one piece."""
+
+    def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend) -> None:
+        self._model = model
+        self._attention = attention
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        hidden: torch.Tensor = self._model(input_ids, batch.positions, self._attention.prepare(batch, cache))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
+        """Runs a step of that many tokens without a cache, to measure what it allocates; returns the rows' logits.
+
+        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
+        """
+        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.device)
+        hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
+        return self._model.logits(hidden[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pass between two pieces: the tokens so far, and what the layers to come need of the batch."""
+
+    stream: Residual
+    now: Pass
+
+
+class PiecewiseForward(TorchForward):
+    """A family's decoder in torch, whose layers can be run some at a time.
+
+    `leave(run(enter(...), 0, num_layers))` is `hidden`, bit for bit, and so is every way to divide the layers.
+    """
+
+    def __init__(self, model: Decoder, attention: Backend) -> None:
+        super().__init__(model, attention)
+        self._decoder = model
+
+    @property
+    def num_layers(self) -> int:
+        return self._decoder.config.num_layers
+
+    def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:
+        """Embeds the tokens, int64 `[T]`, and prepares attention for all layers."""
+        attend = self._attention.prepare(batch, cache)
+        return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend))
+
+    def run(self, stage: Stage, first_layer: int, count: int) -> Stage:
+        """Runs `count` layers from that one on; appends their keys and values to the slots."""
+        return replace(stage, stream=self._decoder.run(stage.stream, stage.now, first_layer, count))
+
+    def leave(self, stage: Stage) -> torch.Tensor:
+        """Normalises: final hidden states `[T, hidden]`, of which `logits` takes rows."""
+        return self._decoder.leave(stage.stream)
+
+
+class InvariantForward:
+    """A model in torch that gives a token the same bits whatever else is in the batch. For CPUs.
+
+    Results depend on the batch because libraries choose kernels, and so an order of summation, by the shapes of a call
+    (He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the batch has no influence on any call's shape:
+    tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._attention = model.config.attention
+        self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
+        logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        slots = token_slots(batch, cache)
+
+        def run(tile: torch.Tensor) -> torch.Tensor:
+            positions = batch.positions[tile]
+            hidden: torch.Tensor = self._model(
+                input_ids[tile], positions, torch_sdpa.attend_alone(self._attention, slots[tile], positions, cache)
+            )
+            return hidden
+
+        return self._in_tiles(len(input_ids), run)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return self._in_tiles(len(hidden), lambda tile: self._model.logits(hidden[tile]))
+
+    def _in_tiles(self, num_rows: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`run` gets the indices of a tile's rows; the last row is repeated to fill the last tile."""
+        starts = range(0, num_rows, self._tile_size)
+        tiles = [torch.arange(start, start + self._tile_size).clamp_(max=num_rows - 1) for start in starts]
+        return torch.cat([run(tile) for tile in tiles])[:num_rows]
+
+
+@torch.inference_mode()
+def _ignores_position(model: Decoder, tile_size: int) -> bool:
+    """Whether a token gets the same bits at every place in a tile of that size, tried with this model on this machine.
+
+    Some kernels treat the last rows of a matrix, or the elements at a thread's border, differently.
+    """
+    num_probes = -(-_NUM_PROBED_LAYERS // model.config.num_layers)
+    probes = torch.linspace(0, model.config.vocab_size - 1, num_probes).long()
+    for position, token in enumerate(probes.tolist()):
+        ids = torch.full((tile_size,), token)
+        places = torch.full_like(ids, position % model.num_positions)  # the tables may be shorter than there are probes
+        hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
+        logits = model.logits(hidden)
+        if not all(torch.equal(each, each[:1].expand_as(each)) for each in (hidden, logits)):
+            return False
+    return True

@@ -9,7 +9,7 @@ PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_star
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,7 +18,7 @@ from chairlift.api.tools.custom import CustomInputs
 from chairlift.api.tools.declared import Declared
 from chairlift.api.tools.formats import CallFormat, Schemas
 from chairlift.api.tools.json_calls import Hermes, Llama3Json, Mistral
-from chairlift.api.tools.text import Piece, PieceBuffer, Reading, Text
+from chairlift.api.tools.text import CallPiece, Piece, PieceBuffer, Reading, Text
 
 
 class ToolFamily(StrEnum):
@@ -94,17 +94,28 @@ class Thoughts:
     end: str
     has_begun: bool  # in the prompt; if not, an answer that does not begin with the mark has no thoughts
 
-    def read(self, text: Text, out: PieceBuffer) -> Reading[None]:
+    def read(self, text: Text, out: PieceBuffer, marks_of_calls: Sequence[str]) -> Reading[str]:
+        """Reads up to the end of the thoughts. From a mark of calls on, they are held back until that comes.
+
+        If it does not come, because the model made calls without closing its thoughts, returns what was held back.
+        """
         if not (yield from text.accept(self.begin)):
             text.back_to(0)
             if not self.has_begun:
-                return
+                return ""
         yield from text.skip(_LINE_BREAKS)
         text.take()
-        if (yield from text.pass_on_up_to([self.end], out.reasoning, held="\n")):
+        if not (yield from text.pass_on_up_to([self.end, *marks_of_calls], out.reasoning, held="\n")):
+            return ""
+        if not (yield from text.accept(self.end)):
+            held: list[str] = []
+            if not (yield from text.pass_on_up_to([self.end], held.append, held="\n")):
+                return "".join(held)
+            out.reasoning("".join(held))
             yield from text.accept(self.end)
-            yield from text.skip(_LINE_BREAKS)
-            text.take()
+        yield from text.skip(_LINE_BREAKS)
+        text.take()
+        return ""
 
 
 class AnswerReader:
@@ -124,6 +135,7 @@ class AnswerReader:
         `custom`: names of custom tools.
         """
         self._inputs = CustomInputs(custom)
+        self._family = family
         self._format = FORMATS[family] if isinstance(family, ToolFamily) else family
         self._schemas = schemas
         self._thoughts = thoughts
@@ -148,8 +160,21 @@ class AnswerReader:
 
     def _read(self) -> Reading[None]:
         if self._thoughts is not None:
-            yield from self._thoughts.read(self._text, self._pieces)
+            marks = () if self._format is None else self._format.opening_marks
+            held = yield from self._thoughts.read(self._text, self._pieces, marks)
+            self._add_end_of_thoughts(held)
         if self._format is not None:
             yield from self._format.read(self._text, self._pieces, self._schemas)
         else:
             yield from self._text.pass_on_up_to((), self._pieces.content)
+
+    def _add_end_of_thoughts(self, held: str) -> None:
+        """Adds what thoughts that the model did not close have from a mark of calls on: calls, if it made some there.
+
+        In an answer that was cut off it is all thoughts.
+        """
+        reader = AnswerReader(self._family, self._pieces.max_calls, self._schemas)
+        pieces = reader.push(held, is_last=True, is_whole=True) if self._text.is_whole else []
+        first = next((i for i, piece in enumerate(pieces) if isinstance(piece, CallPiece)), None)
+        self._pieces.reasoning(held if first is None else "".join(piece.text for piece in pieces[:first]))
+        self._pieces.add([] if first is None else pieces[first:])

@@ -35,6 +35,11 @@ class CallFormat(ABC):
         return bool(self.bare_opening)
 
     @property
+    def opening_marks(self) -> tuple[str, ...]:
+        """The marks with which calls begin."""
+        return (self.opening, *self.other_openings)
+
+    @property
     def closings(self) -> tuple[str, ...]:
         """What closes a call or its parts."""
         return (self.closing,) if self.closing else ()
@@ -43,7 +48,7 @@ class CallFormat(ABC):
     def beginnings(self) -> tuple[str, ...]:
         """What a further call may begin with."""
         bare = (self.between.strip(), self.bare_opening) if self.is_bare else ()
-        return (self.opening, *self.other_openings, *bare)
+        return (*self.opening_marks, *bare)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -54,7 +59,7 @@ class CallFormat(ABC):
         """Reads an answer, or the rest after its thoughts. All text after the last wanted call is dropped."""
         yield from self._skip_closings(text)
         may_be_bare, is_closed = self.is_bare, True
-        openings = (self.opening, *self.other_openings, *((self.bare_opening,) if self.is_bare and schemas else ()))
+        openings = (*self.opening_marks, *((self.bare_opening,) if self.is_bare and schemas else ()))
         while not out.is_full:
             held = "" if self.is_bare else WHITESPACE
             marks = openings if is_closed else (*openings, self.closing)

@@ -103,6 +103,11 @@ class PieceBuffer:
     def end_call(self) -> None:
         self.num_calls += 1
 
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Adds what another reader found before any call was found here."""
+        self._pieces += pieces
+        self.num_calls += len({piece.index for piece in pieces if isinstance(piece, CallPiece)})
+
 
 class Text:
     """The text, how far it was read, and how much was taken. What was read but not taken can be read again."""

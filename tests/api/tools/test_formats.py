@@ -91,10 +91,12 @@ def test_families_have_the_names_that_users_give_and_some_models_names_mean_how_
 MAY_BEGIN, HAS_BEGUN = Thoughts("<think>", "</think>", False), Thoughts("<think>", "</think>", True)
 
 
-def told(thoughts: Thoughts, texts: list[str], family: ToolFamily | None = None) -> tuple[str, str, list[str]]:
+def told(
+    thoughts: Thoughts, texts: list[str], family: ToolFamily | None = None, is_whole: bool = False
+) -> tuple[str, str, list[str]]:
     """Reasoning, content, and the names of calls. Reasoning comes before all else."""
     reader = AnswerReader(family, thoughts=thoughts)
-    pieces = [piece for text in texts for piece in reader.push(text)] + reader.push("", is_last=True)
+    pieces = [piece for text in texts for piece in reader.push(text)] + reader.push("", True, is_whole)
     kinds = [isinstance(piece, ReasoningPiece) for piece in pieces]
     assert kinds == sorted(kinds, reverse=True)
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
@@ -135,6 +137,37 @@ def test_calls_are_looked_for_behind_the_thoughts_only(family: ToolFamily) -> No
     text = f"{calls[family]}</think>\n\n{calls[family]}"
     for texts in ([text], list(text)):
         assert told(HAS_BEGUN, texts, family) == (calls[family], "", ["f"])
+
+
+PING = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "names"),
+    [
+        (f"I ask.\n\n{PING}", "I ask.", "", ["ping"]),
+        (f"{PING}\n{PING}\n", "", "", ["ping", "ping"]),
+        (f"<tool_call> is how. So\n{PING} Done.", "<tool_call> is how. So", " Done.", ["ping"]),
+        ("I know\n\n<tool_call>, and no more.\n", "I know\n\n<tool_call>, and no more.\n", "", []),
+        (f"{PING}? No.\n</think>\nNo.", f"{PING}? No.", "No.", []),
+        (f"{PING}? No.\n</think>\n{PING}", f"{PING}? No.", "", ["ping"]),
+    ],
+)
+def test_thoughts_that_are_never_closed_may_end_with_calls(
+    text: str, reasoning: str, content: str, names: list[str]
+) -> None:
+    for texts in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        assert told(HAS_BEGUN, texts, ToolFamily.HERMES, is_whole=True) == (reasoning, content, names)
+
+
+def test_calls_in_thoughts_that_were_cut_off_are_thoughts() -> None:
+    assert told(HAS_BEGUN, [f"I ask.\n{PING}"], ToolFamily.HERMES) == (f"I ask.\n{PING}", "", [])
+
+
+def test_no_more_calls_than_wanted_are_read_out_of_thoughts() -> None:
+    reader = AnswerReader(ToolFamily.HERMES, max_calls=1, thoughts=HAS_BEGUN)
+    assert reader.push(PING + PING, True, True) == [CallPiece(0, "ping", ""), CallPiece(0, None, "{}")]
+    assert reader.is_full
 
 
 def test_thoughts_stream_at_once() -> None:

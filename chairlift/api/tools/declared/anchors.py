@@ -51,6 +51,7 @@ class Pattern:
             raise ValueError(f"it is not a regular expression: {error}") from error
         longest = _longest_literal(source)
         self.literals: tuple[str, ...] = (longest,) if longest else ()  # one of which every match has
+        self.begins: tuple[str, ...] = (_leading_literal(source),) if longest else ()  # likewise, and begins with
         self.first_characters = _first_characters(source)
         self.names = frozenset(self._complete.groupindex)
         try:
@@ -64,7 +65,7 @@ class Pattern:
     def of_marks(cls, marks: Sequence[str]) -> "Pattern":
         """Any of these texts, the longest that there is."""
         pattern = cls("|".join(map(regex.escape, sorted(marks, key=len, reverse=True))))
-        pattern.literals = tuple(marks)
+        pattern.literals = pattern.begins = tuple(marks)
         return pattern
 
     def search(self, text: str, at: int) -> "regex.Match[str] | None":
@@ -202,6 +203,17 @@ def _longest_literal(source: str) -> str:
             runs[-1] = runs[-1][:-1]  # it belongs to the last character
         runs.append("")
     return max(runs, key=len)
+
+
+def _leading_literal(source: str) -> str:
+    """The text with which every match of a pattern without alternatives begins."""
+    text = ""
+    tokens = _TOKENS.findall(source)
+    for part, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if not _is_literal(part) or following[:1] in ("*", "?", "{"):
+            break
+        text += part[-1]
+    return text
 
 
 def _steady(source: str) -> str | None:

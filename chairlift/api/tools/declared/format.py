@@ -12,6 +12,7 @@ from chairlift.api.tools.text import CallPiece, PieceBuffer, Reading, Sighting, 
 
 logger = logging.getLogger(__name__)
 
+_MIN_MARK = 4  # characters; shorter ones stand in ordinary text
 _UNTYPED = (ContentParser.XML_INLINE, ContentParser.KV_LINES)  # the types of arguments are in the tools' schemas
 
 
@@ -55,6 +56,16 @@ class Declared:
             if isinstance(begin, str) and isinstance(end, str):
                 return begin, end
         return None
+
+    @property
+    def opening_marks(self) -> tuple[str, ...]:
+        """The marks with which calls, or a group of them, begin, as far as a text of some length is sure to."""
+        implicit = self._regions.implicit
+        patterns = [region.open for region in self._regions.of(Purpose.CALLS)]
+        if patterns and implicit is not None:
+            patterns.append(implicit.close)
+        begins = (mark for pattern in patterns if pattern is not None for mark in pattern.begins)
+        return tuple(mark for mark in begins if len(mark) >= _MIN_MARK)
 
     @property
     def is_steady(self) -> bool:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.api.tools import AnswerReader
+from chairlift.api.tools import AnswerReader, Thoughts
 from chairlift.api.tools.declared import DeclaredFamily, shipped_family_of_template, shipped_format
-from tests.api.tools.declared.support import Answer, call, every_split, joined, judged, pieces_of
+from tests.api.tools.declared.support import SCHEMAS, Answer, call, every_split, joined, judged, pieces_of
 
 FAMILIES = [family for family in DeclaredFamily if family is not DeclaredFamily.DECLARED]
 GRANITE, PHI, OLMO, GLM = (
@@ -109,6 +109,15 @@ def test_thoughts_come_apart(family: DeclaredFamily) -> None:
     assert every_split(form, text) == expected
     if family is not OLMO:
         assert judged(form, text) == expected
+
+
+@THINKING
+def test_calls_end_thoughts_that_are_never_closed(family: DeclaredFamily) -> None:
+    text = f"Hm.\n{written(family, *PARALLEL)}"
+    for texts in ([text], list(text)):
+        reader = AnswerReader(shipped_format(family), None, SCHEMAS, Thoughts("<think>", "</think>", has_begun=True))
+        pieces = [piece for each in texts for piece in reader.push(each)]
+        assert joined([*pieces, *reader.push("", True, True)]) == Answer("", "Hm.", PARALLEL)
 
 
 @THINKING

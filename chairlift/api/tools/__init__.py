@@ -39,7 +39,9 @@ FORMATS: dict[ToolFamily, CallFormat] = {
 
 _SIGNS = (  # the first that occurs in a template
     (r"<arg_key>", None),  # GLM-4.5 writes something else between the marks of Hermes
-    (r"<function=", ToolFamily.QWEN3_CODER),
+    (r"(?s)<function=.*<parameter=", ToolFamily.QWEN3_CODER),
+    (r"<function=", None),  # Functionary writes JSON there
+    (r"<tool_calls>\[", None),  # Apriel speaks of <tool_call> and writes this
     (r"<tool_call>", ToolFamily.HERMES),
     (r"\[TOOL_CALLS\]", ToolFamily.MISTRAL),
     (r"\[\w+\(\w+=", ToolFamily.PYTHONIC),

@@ -71,6 +71,8 @@ NONE = ReasoningFamily.NONE
         (DEEPSEEK_R1, None, ReasoningFamily.THINK),
         (QWEN + LLAMA_3_2, ToolFamily.HERMES, NONE),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call>", None, NONE),  # GLM
+        ("<function=name>{arguments}</function>, or code after <|python_tag|> {%- if 'ipython' %}", None, NONE),
+        ("in <tool_call></tool_call> tags: <tool_calls>[{name: ...}]</tool_calls>", None, NONE),  # Apriel
         ("""{"tool_name": title of the tool in the specification, "parameters": a dict of parameters}""", None, NONE),
         ("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>", None, NONE),
         ("", None, NONE),

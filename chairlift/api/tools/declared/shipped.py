@@ -34,7 +34,7 @@ _SIGNS = (  # the first that occurs in a template
     (r"<function_calls>", DeclaredFamily.OLMO3),
     (r"<\|/tool\|>", DeclaredFamily.PHI4_MINI),
     # Granite 4 closes its calls, and writes them as Hermes does.
-    (r"(?s)\A(?!.*</tool_call>).*<\|start_of_role\|>.*tool_call", DeclaredFamily.GRANITE),
+    (r"(?s)\A(?!.*</tool_call>)(?=.*<\|start_of_role\|>).*tool_call", DeclaredFamily.GRANITE),
 )
 
 

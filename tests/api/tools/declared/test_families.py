@@ -283,6 +283,7 @@ TEMPLATES = {
     "<functions>{{ tools }}</functions><function_calls>": OLMO,
     "<|system|>{{ content }}<|tool|>{{ tools }}<|/tool|>": PHI,
     "<|start_of_role|>system<|end_of_role|>respond with <|tool_call|> followed by a JSON list": GRANITE,
+    "{% set task = 'answer with <|tool_call|> and a list' %}<|start_of_role|>system<|end_of_role|>{{ task }}": GRANITE,
     "<|start_of_role|>system<|end_of_role|><tool_call>\n{...}\n</tool_call>": None,  # Granite 4 is Hermes
     "<tool_call>{{ call | tojson }}</tool_call>": None,
     "": None,

@@ -228,7 +228,7 @@ class Text:
                 self._at = len(self._text)
                 add(self.take())
                 return False
-            num_begun = max((_num_begun(self._text[self._at :], mark) for mark in marks), default=0)
+            num_begun = max((num_begun_of(mark, self._text, self._at) for mark in marks), default=0)
             end = len(self._text) - num_begun if found is None else found.start()
             text = self._text[self._at : end].rstrip(held)
             if text:
@@ -295,10 +295,10 @@ class Text:
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
-def _num_begun(text: str, mark: str) -> int:
-    """How many characters at the end of the text may be the beginning of the mark."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((length for length in lengths if mark.startswith(text[-length:])), 0)
+def num_begun_of(mark: str, text: str, at: int) -> int:
+    """How many characters at the end of the text from this position on may be the beginning of the mark."""
+    lengths = range(min(len(text) - at, len(mark) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
 def parsed(raw: str) -> object:

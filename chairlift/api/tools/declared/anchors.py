@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import regex
 
-from chairlift.api.tools.text import Sighting
+from chairlift.api.tools.text import Sighting, num_begun_of
 
 MAX_CPU_S = 0.1  # of a search, as the module regex counts it: the time of all threads of the process
 
@@ -54,6 +54,7 @@ class Pattern:
         self.begins: tuple[str, ...] = (_leading_literal(source),) if longest else ()  # likewise, and begins with
         self.first_characters = _first_characters(source)
         self.names = frozenset(self._complete.groupindex)
+        self._marks: tuple[str, ...] = ()  # if it is any of these texts
         try:
             found = [(self.search(probe, 0), self.hold(probe, 0)) for probe in _PROBES]
         except TimeoutError as error:
@@ -65,7 +66,7 @@ class Pattern:
     def of_marks(cls, marks: Sequence[str]) -> "Pattern":
         """Any of these texts, the longest that there is."""
         pattern = cls("|".join(map(regex.escape, sorted(marks, key=len, reverse=True))))
-        pattern.literals = pattern.begins = tuple(marks)
+        pattern.literals = pattern.begins = pattern._marks = tuple(marks)
         return pattern
 
     def search(self, text: str, at: int) -> "regex.Match[str] | None":
@@ -74,6 +75,8 @@ class Pattern:
 
     def hold(self, text: str, at: int) -> int:
         """The leftmost position at which a match may begin or grow if more text follows."""
+        if self._marks:
+            return len(text) - max(num_begun_of(mark, text, at) for mark in self._marks)
         found = self._growing.search(text, at, partial=True, timeout=MAX_CPU_S)
         return len(text) if found is None or not found.partial else int(found.start())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chairlift.api.tools import AnswerReader, Thoughts
 from chairlift.api.tools.declared import DeclaredFamily, shipped_family_of_template, shipped_format
+from chairlift.api.tools.text import CallPiece
 from tests.api.tools.declared.support import SCHEMAS, Answer, call, every_split, joined, judged, pieces_of
 
 FAMILIES = [family for family in DeclaredFamily if family is not DeclaredFamily.DECLARED]
@@ -137,6 +138,14 @@ def test_thoughts_that_the_prompt_begins_or_closes(family: DeclaredFamily) -> No
 def test_after_the_last_wanted_call_nothing_is_read(family: DeclaredFamily) -> None:
     answer = every_split(shipped_format(family), written(family, *PARALLEL) + "more", max_calls=1)
     assert answer == Answer(calls=PARALLEL[:1])
+
+
+def test_a_call_of_elements_is_told_with_its_closing_mark() -> None:
+    reader = AnswerReader(shipped_format(GLM), 1, SCHEMAS)
+    assert reader.push(written(GLM, call("weather", **ROME))[:-1]) == []
+    assert not reader.is_full
+    assert reader.push(">") == [CallPiece(0, "weather", '{"city": "Rome"}')]
+    assert reader.is_full
 
 
 @pytest.mark.parametrize("family", [GRANITE, PHI, OLMO, KIMI, V3, V31])

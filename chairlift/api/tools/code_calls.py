@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
+from chairlift.api.tools.mending import json_of_container
 from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, quoted
 
 _ENDS_OF_VALUES = ("</parameter>", "</function>", "</tool_call>", "<parameter=")
@@ -209,6 +210,8 @@ def is_text(schema: object) -> bool:
 def _value_text(raw: str, schema: object) -> str:
     """JSON of a value that need not be text; what is not a literal, or not of an allowed type, becomes text."""
     written, allowed = json_of_literal(raw), _types_of(schema)
+    if allowed & {"array", "object"} and "string" not in allowed:
+        written = json_of_container(raw) or written
     if written is None:
         return quoted(raw)
     value = json.loads(written)
@@ -223,7 +226,7 @@ def _types_of(schema: object) -> set[str]:
         return set()
     kinds = schema.get("type")
     found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
-    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf"), schema.get("allOf")):
         found.update(*map(_types_of, alternatives if isinstance(alternatives, list) else []))
     return found
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from chairlift.api.tools.text import WHITESPACE, Reading, Text, parsed, quoted, whole_characters
+from chairlift.api.tools.text import WHITESPACE, Reading, Text, json_of_literal, parsed, quoted, whole_characters
 
 _PLAIN = re.compile("[^\"'\\\\\\x00-\\x1f\ud800-\udfff]*")  # in strings
 _ESCAPE = re.compile(r'\\["\\/bfnrt]|(\\u[0-9A-Fa-f]{4})+')
@@ -290,6 +290,19 @@ def mended(raw: str) -> str:
         raise AssertionError("nothing more will come")
     mender.close()
     return "".join(written)
+
+
+def json_of_container(raw: str) -> str | None:
+    """An object or array as JSON, where nothing else is allowed; None if it is none.
+
+    It may be Python, stand in a string, be escaped as if it did, or be malformed.
+    """
+    inside = parsed(raw if raw.startswith('"') else f'"{raw}"')
+    for text in (raw, inside):
+        written = json_of_literal(text.strip()) if isinstance(text, str) else None
+        if written is not None and written[0] in "{[":
+            return written
+    return json_of_literal(mended(raw)) if raw[:1] in ("{", "[") else None
 
 
 def arguments_of(written: object) -> dict[str, Any]:

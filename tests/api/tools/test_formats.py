@@ -192,7 +192,8 @@ CODER, PYTHONIC = ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
 
 MAYBE, EITHER = {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["number", "string"]}
 PROPERTIES = {"text": {"type": "string"}, "mode": {"enum": ["a", "b"]}, "n": {"type": "integer"}, "maybe": MAYBE}
-SCHEMAS = {"f": {"properties": {**PROPERTIES, "either": EITHER, "list": {"type": "array"}}}}
+LISTS = {"list": {"type": "array"}, "many": {"type": ["array", "string"]}, "each": {"allOf": [{"type": "string"}]}}
+SCHEMAS = {"f": {"properties": {**PROPERTIES, "either": EITHER, **LISTS}}}
 F, G = Call("f", '{"a": 1}'), Call("g", "{}")
 
 
@@ -215,6 +216,12 @@ CODER_F = coder_call(element("a", "1"))
         *(("either", "5", 5), ("either", "true", "true"), ("unknown", "5", 5), ("unknown", "[1, two]", "[1, two]")),
         *(("list", '["a", {"b": null}]', ["a", {"b": None}]), ("list", "['a', True]", ["a", True])),
         ("list", '["</parameter>"]', ["</parameter>"]),
+        # An array that stands in a string, is escaped as if it did, mixes Python and JSON, or is malformed.
+        *(
+            ("list", each, ["a", True])
+            for each in ('"[\\"a\\", true]"', '[\\"a\\", true]', "['a', true]", '["a", true')
+        ),
+        *(("list", "no list", "no list"), ("many", "5", "5"), ("many", "[a", "[a"), ("each", "5", "5")),
     ],
 )
 def test_values_of_elements_are_of_the_types_of_the_schema(key: str, written: str, value: object) -> None:

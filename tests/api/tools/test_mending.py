@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.mending import json_of_container
 from tests.api.tools.calls import JSON_VALUES, calls_of, joined
 
 HEAD, TAIL = '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"
@@ -136,3 +137,15 @@ def test_valid_json_passes_unchanged(value: object, is_ascii: bool, indent: int 
     assert sent(written) == written
     for at in range(len(written)):
         assert sent(written[:at], is_cut=True, tail="") == written[:at] or "\\ud" in written  # a pair cut in two
+
+
+@given(value=st.dictionaries(st.text(max_size=4), JSON_VALUES, max_size=3) | st.lists(JSON_VALUES, max_size=3))
+def test_an_object_or_array_is_found_in_a_string_and_behind_escapes(value: object) -> None:
+    written = json.dumps(value)
+    in_string = json.dumps(written)
+    for each in (written, in_string, in_string[1:-1]):
+        assert json.loads(json_of_container(each) or "") == value
+
+
+def test_what_is_no_object_or_array_or_too_deep_for_one_is_none() -> None:
+    assert [json_of_container(each) for each in ("", "5", '"a"', "null", "a [b]", "[" * 5000)] == [None] * 6

@@ -11,6 +11,7 @@ import regex
 from chairlift.api.tools.declared.anchors import MAX_CPU_S
 from chairlift.api.tools.declared.template import ContentParser, TemplateField, placeholder
 from chairlift.api.tools.formats import Schemas
+from chairlift.api.tools.mending import json_of_container
 from chairlift.api.tools.text import is_sendable, json_of_literal, parsed
 
 Arguments = Mapping[str, Any]
@@ -199,17 +200,19 @@ def _typed(value: Any, schema: object) -> Any:
     if not kinds:
         written = json_of_literal(value.strip())
         return str(value) if written is None else json.loads(written)
-    return next((found for kind in kinds for found in _as_type(value.strip(), kind)), str(value))
+    may_be_text = "string" in kinds
+    return next((found for kind in kinds for found in _as_type(value.strip(), kind, may_be_text)), str(value))
 
 
-def _as_type(raw: str, kind: str) -> Iterator[Any]:
+def _as_type(raw: str, kind: str, may_be_text: bool) -> Iterator[Any]:
     """The text as a value of this type; nothing if it is none."""
     if kind == "boolean" and raw.lower() in _BOOLEANS:
         yield _BOOLEANS[raw.lower()]
     elif kind == "null" and raw in ("null", "None"):
         yield None
     elif kind in _PYTHON_TYPES:
-        written = json_of_literal(raw)
+        is_container = kind in ("object", "array") and not may_be_text
+        written = json_of_container(raw) if is_container else json_of_literal(raw)
         value: Any = None if written is None else json.loads(written)
         if not isinstance(value, _PYTHON_TYPES[kind]) or isinstance(value, bool):
             return
@@ -226,7 +229,7 @@ def _types_of(schema: object) -> list[str]:
     values = schema.get("enum")
     if not found and isinstance(values, list) and all(isinstance(value, str) for value in values):
         found.append("string")
-    for name in ("anyOf", "oneOf"):
+    for name in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(name)
         for each in alternatives if isinstance(alternatives, list) else []:
             found += _types_of(each)

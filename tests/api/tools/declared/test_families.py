@@ -217,6 +217,14 @@ SHAPES: list[tuple[DeclaredFamily, str, Answer]] = [
         "<tool_call>f<arg_key>a</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
         Answer(calls=[call("f", a=[1, 2])]),
     ),
+    *(
+        (
+            GLM,
+            f"<tool_call>weather<arg_key>options</arg_key><arg_value>{options}</arg_value></tool_call>",
+            Answer(calls=[call("weather", options={"a": True})]),
+        )
+        for options in ('{\\"a\\": true}', '"{\\"a\\": true}"', "{'a': true}", '{"a": true')
+    ),
     (GLM, "<tool_call></tool_call>", Answer("<tool_call></tool_call>")),
     (
         GLM,

@@ -27,6 +27,9 @@ _SAMPLES = {  # a call of the function f with these arguments
     ToolFamily.LLAMA3_JSON: ['{"name": "f", "parameters": {"a": "b"}}'],
     ToolFamily.MISTRAL: ['[TOOL_CALLS][{"name": "f", "arguments": {"a": "b"}}]', '[TOOL_CALLS]f[ARGS]{"a": "b"}'],
     ToolFamily.QWEN3_CODER: ["<tool_call>\n<function=f>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"],
+    ToolFamily.SEED_OSS: [
+        "<seed:tool_call>\n<function=f>\n<parameter=a>b</parameter>\n</function>\n</seed:tool_call>",
+    ],
     ToolFamily.PYTHONIC: ['[f(a="b")]'],
 }
 

@@ -5,6 +5,7 @@ HERMES       `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere
 LLAMA3_JSON  `{"name": "f", "parameters": {...}}` as the whole answer, or after `<|python_tag|>` (Llama 3.1, 3.2, 3.3)
 MISTRAL      `[TOOL_CALLS]f[ARGS]{...}`, or `[TOOL_CALLS][{"name": "f", "arguments": {...}}]`
 QWEN3_CODER  `<tool_call><function=f><parameter=a>text or JSON</parameter></function></tool_call>`
+SEED_OSS     `<seed:tool_call><function=f><parameter=a>text or JSON</parameter></function></seed:tool_call>`
 PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_start|>` (Llama 3.2, 4)
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder
+from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder, SeedOss
 from chairlift.api.tools.custom import CustomInputs
 from chairlift.api.tools.declared import Declared
 from chairlift.api.tools.formats import CallFormat, Schemas
@@ -26,6 +27,7 @@ class ToolFamily(StrEnum):
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     QWEN3_CODER = "qwen3_coder"
+    SEED_OSS = "seed_oss"
     PYTHONIC = "pythonic"
 
 
@@ -34,11 +36,13 @@ FORMATS: dict[ToolFamily, CallFormat] = {
     ToolFamily.LLAMA3_JSON: Llama3Json(),
     ToolFamily.MISTRAL: Mistral(),
     ToolFamily.QWEN3_CODER: Qwen3Coder(),
+    ToolFamily.SEED_OSS: SeedOss(),
     ToolFamily.PYTHONIC: Pythonic(),
 }
 
 _SIGNS = (  # the first that occurs in a template
     (r"<arg_key>", None),  # GLM-4.5 writes something else between the marks of Hermes
+    (r"<seed:tool_call>", ToolFamily.SEED_OSS),
     (r"(?s)<function=.*<parameter=", ToolFamily.QWEN3_CODER),
     (r"<function=", None),  # Functionary writes JSON there
     (r"<tool_calls>\[", None),  # Apriel speaks of <tool_call> and writes this

@@ -1,4 +1,4 @@
-"""Calls that are code: Qwen3-Coder's elements and Python's calls, which become JSON while they are read.
+"""Calls that are code: elements, as Qwen3-Coder's and Seed-OSS's, and Python's, which become JSON while they are read.
 
 A name is passed on with the first argument, each argument when it is complete, and text of an element while it is
 written. Anything malformed after complete arguments ends the call, and is content.
@@ -6,13 +6,12 @@ written. Anything malformed after complete arguments ends the call, and is conte
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
 from chairlift.api.tools.mending import json_of_container
 from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, quoted
 
-_ENDS_OF_VALUES = ("</parameter>", "</function>", "</tool_call>", "<parameter=")
 _IN_TAG = re.compile(r"[^<>\n]*")
 _IN_LITERAL = re.compile(r"""[^"'(){}\[\],]*""")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -23,6 +22,7 @@ class Qwen3Coder(CallFormat):
     closing = "</tool_call>"
     other_openings = ("<function=",)
     has_types = False
+    padding = "\n"
     between = "\n"
 
     @property
@@ -69,14 +69,19 @@ class Qwen3Coder(CallFormat):
 
     def _read_value(self, text: Text, out: PieceBuffer, schema: object, known: Collection[str]) -> Reading[bool]:
         """Reads up to the end of an element; False if the answer was cut off before. One line break at each end does
-        not belong to the value. `known`: the function's parameters.
+        not belong to the value, unless there is none at the first and elements have no padding. `known`: the function's
+        parameters.
         """
-        if (yield from text.peek()) == "\n":
+        is_padded = (yield from text.peek()) == "\n"
+        if is_padded:
             text.advance()
         text.take()
+        marks = [*self.closings, "<parameter="]
+        padded = marks if is_padded or self.padding else [mark for mark in marks if mark != "</parameter>"]
+        marks += ["\n" + mark for mark in padded]
         if is_text(schema):
             out.arguments('"')
-            is_whole = yield from self._pass_on_value(text, lambda part: out.arguments(_escaped(part)), known)
+            is_whole = yield from self._pass_on_value(text, lambda part: out.arguments(_escaped(part)), marks, known)
             out.arguments('"' if is_whole else "")
         else:
             parts: list[str] = []
@@ -85,14 +90,15 @@ class Qwen3Coder(CallFormat):
             is_json = yield from self._is_at_end_of_value(text, known)
             text.back_to(after_value if is_json else 0)
             parts.append(text.take())
-            is_whole = yield from self._pass_on_value(text, parts.append, known)
+            is_whole = yield from self._pass_on_value(text, parts.append, marks, known)
             raw = "".join(parts).strip()
             out.arguments(_value_text(raw, schema) if is_whole else raw)
         return is_whole
 
-    def _pass_on_value(self, text: Text, add: Callable[[str], None], known: Collection[str]) -> Reading[bool]:
+    def _pass_on_value(
+        self, text: Text, add: Callable[[str], None], marks: Sequence[str], known: Collection[str]
+    ) -> Reading[bool]:
         """Passes on the rest of a value, and reads its end; False if the answer was cut off before."""
-        marks = [line_break + mark for mark in _ENDS_OF_VALUES for line_break in ("\n", "")]
         while (yield from text.pass_on_up_to(marks, add)):
             if (yield from self._is_at_end_of_value(text, known)):
                 yield from text.accept("</parameter>")
@@ -114,6 +120,12 @@ class Qwen3Coder(CallFormat):
             is_end = bool(key) and (not known or key in known)
         text.back_to(position)
         return is_end
+
+
+class SeedOss(Qwen3Coder):
+    opening = "<seed:tool_call>"
+    closing = "</seed:tool_call>"
+    padding = ""
 
 
 class Pythonic(CallFormat):

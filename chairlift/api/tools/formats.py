@@ -24,6 +24,7 @@ class CallFormat(ABC):
     closing: ClassVar[str] = ""
     other_marks: ClassVar[tuple[str, ...]] = ()  # within calls
     other_openings: ClassVar[tuple[str, ...]] = ()  # how calls without the opening mark begin
+    padding: ClassVar[str] = ""  # between a value and the marks of its element
     brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls after an opening; empty: none
     between: ClassVar[str]  # separates two calls, as chat templates write them
     has_types: ClassVar[bool] = True  # written values show their types without the schemas

@@ -5,8 +5,8 @@ show them to the model, and JSON as `json.dumps(value, ensure_ascii=False)` writ
 characters that need no escape cannot be escaped. Keys and parameters come in the order of the schema. llguidance
 decides whether it can enforce a schema (`LLMatcher.validate_grammar`).
 
-Where calls are not JSON, each parameter has a schema of its own. Only `enum` constrains text in an element of
-Qwen3-Coder. A mark that is a special token of the vocabulary is matched as that token, since its characters are others.
+Where calls are not JSON, each parameter has a schema of its own. Only `enum` constrains text in an element. A mark that
+is a special token of the vocabulary is matched as that token, since its characters are others.
 """
 
 import json
@@ -28,7 +28,8 @@ _JSON_STYLE: dict[str, Any] = {
 _SPACE = r"[ \t\n\r]*"
 _SHARED_RULES = {
     "any_argument": rf"any_argument: /[A-Za-z_][A-Za-z0-9_]*=/ %json {json.dumps({'x-guidance': _JSON_STYLE})}",
-    "any_element": r'any_element: /<parameter=[^<>\n]+>\n/ text_value "\n"',
+    "any_padded": r'any_padded: /<parameter=[^<>\n]+>\n/ text_value "\n"',
+    "any_element": r'any_element: /<parameter=[^<>\n]+>/ text_value "\n"',
     "text_value": r"text_value[lazy]: /(?s:.*)<\/parameter>/",
 }
 
@@ -74,7 +75,7 @@ class _Writing:
         self._lead, self._between, self._tail = form.brackets[0], form.between, form.brackets[1]
         self._call: Callable[[str, Arguments], list[str]] = self._json_call
         match family:
-            case ToolFamily.QWEN3_CODER:
+            case ToolFamily.QWEN3_CODER | ToolFamily.SEED_OSS:
                 self._call = self._element_call
             case ToolFamily.PYTHONIC:
                 self._call = self._python_call
@@ -134,22 +135,23 @@ class _Writing:
         return [f"{rule}: {self._literals(arguments.name, '[ARGS]')} {_json_of(arguments)}"]
 
     def _element_call(self, rule: str, arguments: Arguments) -> list[str]:
-        parameters = arguments.parameters()
+        parameters, padding = arguments.parameters(), self._form.padding
         if parameters is None:
-            inner, lines = "any_element*", []
+            inner, lines = "any_padded*" if padding else "any_element*", []
         else:
             inner = " ".join(f"{rule}_{i}" + ("" if each.is_required else "?") for i, each in enumerate(parameters))
             lines = [
-                f"{rule}_{i}: {self._literals(f'<parameter={each.name}>' + chr(10))} {self._element(each, arguments)}"
+                f"{rule}_{i}: {self._literals(f'<parameter={each.name}>' + padding)} {self._element(each, arguments)}"
                 for i, each in enumerate(parameters)
             ]
         head = self._literals("\n", f"<function={arguments.name}>", "\n")
         return [f"{rule}: {head} {inner} {self._literals('</function>', chr(10), self._form.closing)}", *lines]
 
     def _element(self, parameter: Parameter, arguments: Arguments) -> str:
-        end = self._literals("\n</parameter>\n")
+        end = self._literals(self._form.padding + "</parameter>\n")
         if arguments.input_pattern is not None:  # one lexeme with its end, because lexers prefer long ones
-            return f"/(?:{_lark_pattern(arguments.input_pattern)})\\n<\\/parameter>\\n/"
+            padding = r"\n" if self._form.padding else ""
+            return f"/(?:{_lark_pattern(arguments.input_pattern)}){padding}<\\/parameter>\\n/"
         if not is_text(parameter.schema):
             return f"{_json(parameter.schema, arguments.is_lenient)} {end}"
         values = parameter.schema.get("enum")

@@ -162,13 +162,16 @@ def calls_text(family: ToolFamily, *calls: tuple[str, str]) -> str:
             return f"[TOOL_CALLS][{', '.join(objects)}]"
         case ToolFamily.QWEN3_CODER:
             return "\n".join(f"<tool_call>\n<function={f}>\n{_elements(a)}</function>\n</tool_call>" for f, a in calls)
+        case ToolFamily.SEED_OSS:
+            inner = (f"<function={f}>\n{_elements(a, '')}</function>" for f, a in calls)
+            return "\n".join(f"<seed:tool_call>\n{each}\n</seed:tool_call>" for each in inner)
         case ToolFamily.PYTHONIC:
             return "[" + ", ".join(f"{f}({_keywords(a)})" for f, a in calls) + "]"
 
 
-def _elements(arguments: str) -> str:
+def _elements(arguments: str, padding: str = "\n") -> str:
     values = {key: value if isinstance(value, str) else _json(value) for key, value in json.loads(arguments).items()}
-    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return "".join(f"<parameter={key}>{padding}{value}{padding}</parameter>\n" for key, value in values.items())
 
 
 def _keywords(arguments: str) -> str:

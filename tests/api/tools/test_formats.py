@@ -63,6 +63,7 @@ NONE = ReasoningFamily.NONE
         (QWEN, ToolFamily.HERMES, NONE),
         (QWEN_3, ToolFamily.HERMES, ReasoningFamily.THINK),
         (r"{{- '<tool_call>\n<function=example_function_name>\n<parameter=example' }}", ToolFamily.QWEN3_CODER, NONE),
+        ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>", ToolFamily.SEED_OSS, NONE),
         ("""{{- "<|python_tag|>" + tool_call.name + ".call(" }}""", ToolFamily.LLAMA3_JSON, NONE),
         (LLAMA_3_2, ToolFamily.LLAMA3_JSON, NONE),
         (LLAMA_4, ToolFamily.PYTHONIC, NONE),
@@ -85,7 +86,7 @@ def test_the_template_tells_how_calls_and_thoughts_are_written(
 
 
 def test_families_have_the_names_that_users_give_and_some_models_names_mean_how_they_think() -> None:
-    assert [*ToolFamily] == ["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"]
+    assert [*ToolFamily] == ["hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "pythonic"]
     assert [*ReasoningFamily] == ["think", "mistral", "seed_oss", "none"]
     assert [ReasoningFamily(name) for name in ("qwen3", "deepseek_r1")] == [ReasoningFamily.THINK] * 2
 
@@ -353,6 +354,24 @@ def test_a_call_ends_with_an_answer_that_nothing_cut_off(family: ToolFamily, tex
     reader = AnswerReader(family, schemas=SCHEMAS)
     pieces = [piece for character in text for piece in reader.push(character)]
     assert joined(pieces + reader.push("", is_last=True, is_whole=True)) == [Call("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("element", "arguments"),
+    [
+        ("<parameter=text>x</parameter>", '{"text": "x"}'),
+        ("<parameter=text>x\n</parameter>", '{"text": "x\\n"}'),  # no line break but the text's own
+        ("<parameter=text>\nx\n\n</parameter>", '{"text": "x\\n"}'),
+        ("<parameter=text></parameter>", '{"text": ""}'),
+        ("<parameter=text>x\n<parameter=n>\n5\n</parameter>", '{"text": "x", "n": 5}'),
+        ("<parameter=text>a </tool_call>", '{"text": "a </tool_call>"}'),
+    ],
+)
+def test_seed_oss_writes_values_right_between_their_marks(element: str, arguments: str) -> None:
+    call = f"<seed:tool_call>\n<function=f>\n{element}\n</function>\n</seed:tool_call>"
+    items = [Call("f", arguments)]
+    assert every_split(ToolFamily.SEED_OSS, f"Well.\n{call}\n", schemas=SCHEMAS) == ["Well.", *items]
+    assert every_split(ToolFamily.SEED_OSS, f"{call}\n{call}", schemas=SCHEMAS) == items * 2
 
 
 @pytest.mark.parametrize("family", ANSWERS)

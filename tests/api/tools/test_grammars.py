@@ -250,6 +250,7 @@ SIGNS = {  # a text that nothing but a call can follow, and a pattern that is in
     ToolFamily.LLAMA3_JSON: ("{", '"parameters"'),
     ToolFamily.MISTRAL: ("[TOOL_CALLS]", r"\[TOOL_CALLS\]"),
     ToolFamily.QWEN3_CODER: ("<tool_call>", "<function="),
+    ToolFamily.SEED_OSS: ("<seed:tool_call>", "<function="),
     ToolFamily.PYTHONIC: ("[search(", r"^\[\w+\("),
 }
 

@@ -1,7 +1,7 @@
 // Scores become weights: masked, less their maximum, and as powers of 2.
 //
-// The weights of one query are summed by the key's number modulo 16, and those sums in the order of `fold16`: here and
-// in `softmax_few`, so that both give the same bits.
+// The weights of one query are summed by the key's number modulo 16, and those sums in the order of `fold16`: both in
+// `softmax` and in `softmax_few`, so that they give the same bits.
 #pragma once
 
 #include "../memory.h"

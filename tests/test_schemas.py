@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from chairlift.errors import InvalidGrammar
 from chairlift.schemas import BOUNDS, KNOWN_FORMATS, ONE_OF, Schema, make_enforceable
-from tests.api.tools.calls import byte_tokenizer, generate
+from tests.api.answers.calls import byte_tokenizer, generate
 
 TEXT: Schema = {"type": "string"}
 YES: Schema = {"const": True}

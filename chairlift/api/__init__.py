@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
-from chairlift.api.tools import ReasoningFamily, ToolFamily
-from chairlift.api.tools.declared import DeclaredFamily
+from chairlift.api.answers import ReasoningFamily, ToolFamily
+from chairlift.api.answers.declared import DeclaredFamily
 from chairlift.config import Size
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"

@@ -8,8 +8,8 @@ format reads the same calls as the checkpoint's declaration, it is used instead 
 import logging
 
 from chairlift.api import ServerConfig
-from chairlift.api.tools import ToolFamily, family_of_template
-from chairlift.api.tools.declared import (
+from chairlift.api.answers import ToolFamily, family_of_template
+from chairlift.api.answers.declared import (
     Declared,
     DeclaredFamily,
     ResponseTemplate,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from chairlift.api.tools import THOUGHT_MARKS
-from chairlift.api.tools.declared import Declared
-from chairlift.api.tools.functions import FunctionSpec
+from chairlift.api.answers import THOUGHT_MARKS
+from chairlift.api.answers.declared import Declared
+from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.wire.generation import WantedStructure
 from chairlift.api.wire.responses import Conversation
 from chairlift.engine.text.tokenizer import Tokenizer

@@ -8,9 +8,7 @@ from pydantic import ValidationError
 
 from chairlift.api import ServerConfig
 from chairlift.api.answer_formats import answer_format
-from chairlift.api.declared_dialect import DeclaredDialect
-from chairlift.api.replies.answer import CallCounter, NewReader
-from chairlift.api.tools import (
+from chairlift.api.answers import (
     FORMATS,
     THOUGHT_MARKS,
     AnswerReader,
@@ -19,9 +17,11 @@ from chairlift.api.tools import (
     ToolFamily,
     reasoning_of_template,
 )
-from chairlift.api.tools.declared import Declared
-from chairlift.api.tools.functions import Arguments, FunctionSpec, enforced_arguments
-from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar, schema_lines
+from chairlift.api.answers.declared import Declared
+from chairlift.api.answers.functions import Arguments, FunctionSpec, enforced_arguments
+from chairlift.api.answers.grammars import forced_calls_grammar, free_grammar, schema_lines
+from chairlift.api.declared_dialect import DeclaredDialect
+from chairlift.api.replies.answer import CallCounter, NewReader
 from chairlift.api.wire.generation import Part, WantedStructure
 from chairlift.api.wire.responses import Conversation
 from chairlift.engine.text.grammar import Thinking

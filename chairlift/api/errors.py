@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from chairlift.api.answers.text import whole_characters
 from chairlift.api.telemetry import OBSERVATION, request_id_of
-from chairlift.api.tools.text import whole_characters
 from chairlift.api.wire import ErrorBody, ErrorDetail
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 from chairlift.api.wire.complaints import complaint_of

@@ -13,10 +13,10 @@ from aiohttp import web, web_app
 from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
+from chairlift.api.answers import ToolFamily
 from chairlift.api.app import Api
 from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
-from chairlift.api.tools import ToolFamily
 from chairlift.engine.async_llm import AsyncLLM
 from tests.engine.async_support import wait_until
 

@@ -11,10 +11,10 @@ import pytest_asyncio
 from openai.types.responses import ResponseCustomToolCall
 
 from chairlift.api import ServerConfig
-from chairlift.api.tools import ToolFamily
+from chairlift.api.answers import ToolFamily
+from tests.api.answers.test_lark import APPLY_PATCH
 from tests.api.conftest import Server, SharedServer, client_of
 from tests.api.contract import CHAT, Events, error_of, post, user, warning_of
-from tests.api.tools.test_lark import APPLY_PATCH
 from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint
 
 RESPONSES = "/v1/responses"

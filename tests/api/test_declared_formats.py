@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from chairlift.api import ServerConfig
-from chairlift.api.tools import ToolFamily
-from chairlift.api.tools.declared import DeclaredFamily
+from chairlift.api.answers import ToolFamily
+from chairlift.api.answers.declared import DeclaredFamily
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, client_of, error_of, serving, user, whole_and_chunks

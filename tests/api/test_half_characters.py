@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from chairlift.api.answers import AnswerReader, ToolFamily
 from chairlift.api.replies import Reply
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.tools import AnswerReader, ToolFamily
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest

@@ -10,7 +10,7 @@ from anthropic import beta_async_tool
 from anthropic.types import Message
 
 from chairlift.api import ServerConfig
-from chairlift.api.tools import ToolFamily
+from chairlift.api.answers import ToolFamily
 from chairlift.api.wire.anthropic import MessagesRequest
 from tests.api import anthropic_support
 from tests.api.anthropic_support import ANSWER, QUESTION, WEATHER, anthropic_client, events_of, posted, whole_of

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from chairlift.api import ServerConfig
-from chairlift.api.tools import ReasoningFamily, ToolFamily
+from chairlift.api.answers import ReasoningFamily, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server, SharedServer

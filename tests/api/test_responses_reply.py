@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from chairlift.api.answers import AnswerReader, ToolFamily
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.tools import AnswerReader, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from tests.api.conftest import Server

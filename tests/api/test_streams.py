@@ -14,12 +14,12 @@ import pytest
 from openai.types.completion_usage import PromptTokensDetails
 
 from chairlift.api import ServerConfig
+from chairlift.api.answers import AnswerReader
+from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies import BLANK, EventStream, TextEvent, event
 from chairlift.api.replies.answer import Part
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.tools import AnswerReader
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta

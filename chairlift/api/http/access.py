@@ -17,8 +17,8 @@ from pathlib import Path
 from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
+from chairlift.api.answers.text import whole_characters
 from chairlift.api.errors import Handler, error_reply, is_anthropics
-from chairlift.api.tools.text import whole_characters
 from chairlift.api.wire.generation import GenerationRequest
 from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
 from chairlift.params import RequestOptions

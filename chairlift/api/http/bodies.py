@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from chairlift.api.tools.text import whole_characters
+from chairlift.api.answers.text import whole_characters
 from chairlift.engine.async_llm import OffLoop
 from chairlift.errors import ClientTooBusy, EngineClosed, InvalidRequest, ServerTooBusy
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
 
+from chairlift.api.answers import AnswerReader
+from chairlift.api.answers.text import CallPiece, Piece
 from chairlift.api.replies import BLANK, Reply, TextEvent
 from chairlift.api.replies.scores import ScoredPosition, scored
-from chairlift.api.tools import AnswerReader
-from chairlift.api.tools.text import CallPiece, Piece
 from chairlift.api.wire import NamedEvent
 from chairlift.api.wire.completions import WireFinishReason
 from chairlift.engine.text.vocabulary import Vocabulary

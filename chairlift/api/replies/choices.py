@@ -9,6 +9,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from chairlift.api.answers.custom import CustomCallPiece
+from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies import BLANK, DONE, Reply, TextEvent, event
 from chairlift.api.replies.answer import (
     Answer,
@@ -18,8 +20,6 @@ from chairlift.api.replies.answer import (
     Part,
 )
 from chairlift.api.replies.scores import ScoredPosition, four_lists, prompt_logprobs, scored_prompt
-from chairlift.api.tools.custom import CustomCallPiece
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire import completions as wire
 from chairlift.api.wire.generation import StreamOptions

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
-from chairlift.api.tools.functions import FunctionSpec
+from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.wire import Body, Ignored, Label, only, only_types
 from chairlift.api.wire.anthropic_turns import (
     CacheControl,

@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from chairlift.api.tools.custom import InputGrammar, call_arguments, custom_function
-from chairlift.api.tools.functions import FunctionSpec
-from chairlift.api.tools.lark import MAX_CHARACTERS
+from chairlift.api.answers.custom import InputGrammar, call_arguments, custom_function
+from chairlift.api.answers.functions import FunctionSpec
+from chairlift.api.answers.lark import MAX_CHARACTERS
 from chairlift.api.wire import Body, Written, only
 from chairlift.errors import InvalidRequest
 

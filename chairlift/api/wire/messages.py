@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from chairlift.api.tools.functions import FunctionSpec
-from chairlift.api.tools.mending import arguments_of
+from chairlift.api.answers.functions import FunctionSpec
+from chairlift.api.answers.mending import arguments_of
 from chairlift.api.wire import Body, Written, only, only_types
 from chairlift.api.wire.custom_tools import CalledCustomTool, check_definitions
 from chairlift.api.wire.generation import FOR_CACHING

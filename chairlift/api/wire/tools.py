@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
-from chairlift.api.tools.functions import FunctionSpec
+from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.wire import Body, OneOf, only
 from chairlift.errors import InvalidRequest
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.api.tools import (
+from chairlift.api.answers import (
     FORMATS,
     AnswerReader,
     ReasoningFamily,
@@ -19,11 +19,11 @@ from chairlift.api.tools import (
     family_of_template,
     reasoning_of_template,
 )
-from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.functions import FunctionSpec, enforced_arguments
-from chairlift.api.tools.grammars import forced_calls_grammar
-from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
-from tests.api.tools.calls import (
+from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.functions import FunctionSpec, enforced_arguments
+from chairlift.api.answers.grammars import forced_calls_grammar
+from chairlift.api.answers.text import CallPiece, ContentPiece, ReasoningPiece
+from tests.api.answers.calls import (
     FAMILIES,
     JSON_VALUES,
     NO_SCHEMAS,

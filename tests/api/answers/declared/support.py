@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from chairlift.api.tools import AnswerReader
-from chairlift.api.tools.declared import Declared, ResponseTemplate
-from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.answers import AnswerReader
+from chairlift.api.answers.declared import Declared, ResponseTemplate
+from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 
 CITY: dict[str, Any] = {
     "type": "object",

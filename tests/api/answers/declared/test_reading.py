@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.tools import AnswerReader
-from chairlift.api.tools.declared import Declared
-from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
-from tests.api.tools.calls import assert_streams
-from tests.api.tools.declared.support import Answer, call, declared, every_split, joined, judged, pieces_of
+from chairlift.api.answers import AnswerReader
+from chairlift.api.answers.declared import Declared
+from chairlift.api.answers.text import CallPiece, ContentPiece, ReasoningPiece
+from tests.api.answers.calls import assert_streams
+from tests.api.answers.declared.support import Answer, call, declared, every_split, joined, judged, pieces_of
 
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 OBJECT = {"type": "function", "function": "{content}"}

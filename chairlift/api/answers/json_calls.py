@@ -8,9 +8,9 @@ is held until it is complete: it is a call if it has what a call needs, else it 
 import json
 import re
 
-from chairlift.api.tools.formats import NAME, CallFormat, Schemas
-from chairlift.api.tools.mending import JsonMender, mended
-from chairlift.api.tools.text import PieceBuffer, Reading, Text, is_sendable, parsed
+from chairlift.api.answers.formats import NAME, CallFormat, Schemas
+from chairlift.api.answers.mending import JsonMender, mended
+from chairlift.api.answers.text import PieceBuffer, Reading, Text, is_sendable, parsed
 
 _BETWEEN_OBJECTS = re.compile(r"[ \t\n\r}\]),;]*")
 _ARGUMENTS_KEYS = ("arguments", "parameters")

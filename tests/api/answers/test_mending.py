@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from chairlift.api.tools import AnswerReader, ToolFamily
-from chairlift.api.tools.mending import json_of_container
-from tests.api.tools.calls import JSON_VALUES, calls_of, joined
+from chairlift.api.answers import AnswerReader, ToolFamily
+from chairlift.api.answers.mending import json_of_container
+from tests.api.answers.calls import JSON_VALUES, calls_of, joined
 
 HEAD, TAIL = '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"
 

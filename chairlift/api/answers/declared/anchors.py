@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import regex
 
-from chairlift.api.tools.text import Sighting, num_begun_of
+from chairlift.api.answers.text import Sighting, num_begun_of
 
 MAX_CPU_S = 0.1  # of a search, as the module regex counts it: the time of all threads of the process
 

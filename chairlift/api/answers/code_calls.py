@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from chairlift.api.tools.formats import NAME, CallFormat, Schemas
-from chairlift.api.tools.mending import json_of_container
-from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal, quoted
+from chairlift.api.answers.formats import NAME, CallFormat, Schemas
+from chairlift.api.answers.mending import json_of_container
+from chairlift.api.answers.text import PieceBuffer, Reading, Text, json_of_literal, quoted
 
 _IN_TAG = re.compile(r"[^<>\n]*")
 _IN_LITERAL = re.compile(r"""[^"'(){}\[\],]*""")

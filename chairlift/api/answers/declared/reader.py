@@ -8,14 +8,14 @@ call but cannot be read as one is content, with its marks. Thoughts and content 
 import re
 from collections.abc import Callable, Mapping
 
-from chairlift.api.tools.code_calls import Pythonic
-from chairlift.api.tools.declared.anchors import Anchor, Anchors, Searches
-from chairlift.api.tools.declared.regions import Closing, FoundMark, Opening, Region, Regions
-from chairlift.api.tools.declared.template import ContentParser, Purpose, TemplateField
-from chairlift.api.tools.declared.values import calls_in
-from chairlift.api.tools.formats import CallFormat, Schemas
-from chairlift.api.tools.json_calls import JsonCallFormat
-from chairlift.api.tools.text import PieceBuffer, Reading, Text, is_sendable
+from chairlift.api.answers.code_calls import Pythonic
+from chairlift.api.answers.declared.anchors import Anchor, Anchors, Searches
+from chairlift.api.answers.declared.regions import Closing, FoundMark, Opening, Region, Regions
+from chairlift.api.answers.declared.template import ContentParser, Purpose, TemplateField
+from chairlift.api.answers.declared.values import calls_in
+from chairlift.api.answers.formats import CallFormat, Schemas
+from chairlift.api.answers.json_calls import JsonCallFormat
+from chairlift.api.answers.text import PieceBuffer, Reading, Text, is_sendable
 
 _EXCESS = re.compile(r"[\s}\])]*")
 _BETWEEN_OBJECTS = re.compile(r"[ \t\n\r},]*")

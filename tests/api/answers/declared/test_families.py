@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.api.tools import AnswerReader, Thoughts
-from chairlift.api.tools.declared import DeclaredFamily, shipped_family_of_template, shipped_format
-from chairlift.api.tools.text import CallPiece
-from tests.api.tools.declared.support import SCHEMAS, Answer, call, every_split, joined, judged, pieces_of
+from chairlift.api.answers import AnswerReader, Thoughts
+from chairlift.api.answers.declared import DeclaredFamily, shipped_family_of_template, shipped_format
+from chairlift.api.answers.text import CallPiece
+from tests.api.answers.declared.support import SCHEMAS, Answer, call, every_split, joined, judged, pieces_of
 
 FAMILIES = [family for family in DeclaredFamily if family is not DeclaredFamily.DECLARED]
 GRANITE, PHI, OLMO, GLM = (

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 from llguidance import LLMatcher
 
-from chairlift.api.tools.lark import MAX_CHARACTERS, GrammarSyntaxError, NotRegular, pattern_of_lark
-from tests.api.tools.calls import Verdict, byte_tokenizer, generate, judge
+from chairlift.api.answers.lark import MAX_CHARACTERS, GrammarSyntaxError, NotRegular, pattern_of_lark
+from tests.api.answers.calls import Verdict, byte_tokenizer, generate, judge
 
 # The format in which Codex edits files.
 APPLY_PATCH = """start: begin_patch hunk+ end_patch

@@ -8,11 +8,11 @@ from typing import Any
 
 import regex
 
-from chairlift.api.tools.declared.anchors import MAX_CPU_S
-from chairlift.api.tools.declared.template import ContentParser, TemplateField, placeholder
-from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.mending import json_of_container
-from chairlift.api.tools.text import is_sendable, json_of_literal, parsed
+from chairlift.api.answers.declared.anchors import MAX_CPU_S
+from chairlift.api.answers.declared.template import ContentParser, TemplateField, placeholder
+from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.mending import json_of_container
+from chairlift.api.answers.text import is_sendable, json_of_literal, parsed
 
 Arguments = Mapping[str, Any]
 _OPEN, _CLOSE = "\x01", "\x02"  # around the number of a string that was set aside

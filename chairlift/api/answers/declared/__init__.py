@@ -6,8 +6,8 @@ The language is that of transformers' response templates
 docs/declared-formats.md.
 """
 
-from chairlift.api.tools.declared.format import Declared
-from chairlift.api.tools.declared.shipped import DeclaredFamily, shipped_family_of_template, shipped_format
-from chairlift.api.tools.declared.template import ResponseTemplate
+from chairlift.api.answers.declared.format import Declared
+from chairlift.api.answers.declared.shipped import DeclaredFamily, shipped_family_of_template, shipped_format
+from chairlift.api.answers.declared.template import ResponseTemplate
 
 __all__ = ["Declared", "DeclaredFamily", "ResponseTemplate", "shipped_family_of_template", "shipped_format"]

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Iterable
 
-from chairlift.api.tools.declared.anchors import Anchors, Searches
-from chairlift.api.tools.declared.reader import AnswerRun
-from chairlift.api.tools.declared.regions import FoundMark, Opening, Region, Regions, pattern_of
-from chairlift.api.tools.declared.template import ContentParser, Purpose, ResponseTemplate
-from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.text import CallPiece, PieceBuffer, Reading, Sighting, Text
+from chairlift.api.answers.declared.anchors import Anchors, Searches
+from chairlift.api.answers.declared.reader import AnswerRun
+from chairlift.api.answers.declared.regions import FoundMark, Opening, Region, Regions, pattern_of
+from chairlift.api.answers.declared.template import ContentParser, Purpose, ResponseTemplate
+from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.text import CallPiece, PieceBuffer, Reading, Sighting, Text
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from chairlift.api.tools.text import WHITESPACE, PieceBuffer, Reading, Text
+from chairlift.api.answers.text import WHITESPACE, PieceBuffer, Reading, Text
 
 _EXCESS = re.compile(r"[ \t\n\r}\])`]*")
 NAME = re.compile(r"[A-Za-z0-9_.-]*")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from chairlift.api.tools import ToolFamily
-from chairlift.api.tools.functions import FunctionSpec, enforced_arguments
-from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar
+from chairlift.api.answers import ToolFamily
+from chairlift.api.answers.functions import FunctionSpec, enforced_arguments
+from chairlift.api.answers.grammars import forced_calls_grammar, free_grammar
 from chairlift.errors import InvalidRequest
-from tests.api.tools.calls import (
+from tests.api.answers.calls import (
     ANYTHING,
     ARGUMENTS,
     FAMILIES,

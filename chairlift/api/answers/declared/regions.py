@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from chairlift.api.tools.declared.anchors import Anchor, Found, Pattern
-from chairlift.api.tools.declared.template import ContentParser, Mark, Purpose, TemplateField, placeholder, purpose_of
-from chairlift.api.tools.declared.values import check_parsers
+from chairlift.api.answers.declared.anchors import Anchor, Found, Pattern
+from chairlift.api.answers.declared.template import ContentParser, Mark, Purpose, TemplateField, placeholder, purpose_of
+from chairlift.api.answers.declared.values import check_parsers
 
 
 @dataclass(frozen=True, slots=True)

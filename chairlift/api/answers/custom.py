@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from chairlift.api.tools.functions import FunctionSpec
-from chairlift.api.tools.lark import GrammarSyntaxError, NotRegular, pattern_of_lark
-from chairlift.api.tools.text import CallPiece, Piece, is_sendable, parsed
+from chairlift.api.answers.functions import FunctionSpec
+from chairlift.api.answers.lark import GrammarSyntaxError, NotRegular, pattern_of_lark
+from chairlift.api.answers.text import CallPiece, Piece, is_sendable, parsed
 from chairlift.errors import InvalidRequest
 
 INPUT = "input"

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from chairlift.api.tools import AnswerReader, ToolFamily
-from chairlift.api.tools.custom import CustomCallPiece, CustomInputs, InputGrammar, call_arguments, custom_function
-from chairlift.api.tools.functions import FunctionSpec, enforced_arguments
-from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
+from chairlift.api.answers import AnswerReader, ToolFamily
+from chairlift.api.answers.custom import CustomCallPiece, CustomInputs, InputGrammar, call_arguments, custom_function
+from chairlift.api.answers.functions import FunctionSpec, enforced_arguments
+from chairlift.api.answers.grammars import forced_calls_grammar, free_grammar
+from chairlift.api.answers.text import CallPiece, ContentPiece, Piece
 from chairlift.errors import InvalidRequest
-from tests.api.tools.calls import FAMILIES, Verdict, byte_tokenizer, generate, judge
+from tests.api.answers.calls import FAMILIES, Verdict, byte_tokenizer, generate, judge
 
 LINES = InputGrammar("lark", 'start: (SIGN TEXT LF)~1..3 "end"\nSIGN: "+" | "-"\nTEXT: /.{0,3}/\n%import common.LF')
 LINES_PATTERN = r"(?:[+-].{0,3}\n){1,3}end"

@@ -5,8 +5,8 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from chairlift.api.tools.declared.format import Declared
-from chairlift.api.tools.declared.template import ResponseTemplate
+from chairlift.api.answers.declared.format import Declared
+from chairlift.api.answers.declared.template import ResponseTemplate
 
 _FILES = Path(__file__).parent / "families"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from chairlift.api.tools.text import WHITESPACE, Reading, Text, json_of_literal, parsed, quoted, whole_characters
+from chairlift.api.answers.text import WHITESPACE, Reading, Text, json_of_literal, parsed, quoted, whole_characters
 
 _PLAIN = re.compile("[^\"'\\\\\\x00-\\x1f\ud800-\udfff]*")  # in strings
 _ESCAPE = re.compile(r'\\["\\/bfnrt]|(\\u[0-9A-Fa-f]{4})+')

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from chairlift.api.tools import AnswerReader, ToolFamily
-from chairlift.api.tools.text import CallPiece, ContentPiece
-from tests.api.tools.calls import Call, Table, assert_streams, every_split, read, read_whole
+from chairlift.api.answers import AnswerReader, ToolFamily
+from chairlift.api.answers.text import CallPiece, ContentPiece
+from tests.api.answers.calls import Call, Table, assert_streams, every_split, read, read_whole
 
 HERMES, LLAMA, MISTRAL = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON, ToolFamily.MISTRAL
 CALL_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

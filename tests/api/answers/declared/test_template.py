@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from chairlift.api.tools.declared import Declared, DeclaredFamily, ResponseTemplate, shipped_format
+from chairlift.api.answers.declared import Declared, DeclaredFamily, ResponseTemplate, shipped_format
 
 
 def template(**changes: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel
 
 import chairlift
-from chairlift.api.tools import AnswerReader, ToolFamily
-from chairlift.api.tools.formats import Schemas
-from chairlift.api.tools.functions import FunctionSpec
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
+from chairlift.api.answers import AnswerReader, ToolFamily
+from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.functions import FunctionSpec
+from chairlift.api.answers.text import CallPiece, ContentPiece, Piece
 
 # --- driving a grammar as a sampler does
 

@@ -14,12 +14,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder, SeedOss
-from chairlift.api.tools.custom import CustomInputs
-from chairlift.api.tools.declared import Declared
-from chairlift.api.tools.formats import CallFormat, Schemas
-from chairlift.api.tools.json_calls import Hermes, Llama3Json, Mistral
-from chairlift.api.tools.text import CallPiece, Piece, PieceBuffer, Reading, Text
+from chairlift.api.answers.code_calls import Pythonic, Qwen3Coder, SeedOss
+from chairlift.api.answers.custom import CustomInputs
+from chairlift.api.answers.declared import Declared
+from chairlift.api.answers.formats import CallFormat, Schemas
+from chairlift.api.answers.json_calls import Hermes, Llama3Json, Mistral
+from chairlift.api.answers.text import CallPiece, Piece, PieceBuffer, Reading, Text
 
 
 class ToolFamily(StrEnum):

@@ -14,11 +14,12 @@ from pydantic_core import to_json
 
 import chairlift
 from chairlift.api import ServerConfig
-from chairlift.api.dialect import Dialect
+from chairlift.api.answers import NewReader
+from chairlift.api.answers.dialect import Dialect
+from chairlift.api.answers.structure import WantedStructure
 from chairlift.api.errors import ErrorReply, error_reply
 from chairlift.api.http.access import Client
 from chairlift.api.replies import EventStream, Reply
-from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
@@ -29,7 +30,6 @@ from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
-from chairlift.api.wire.generation import WantedStructure
 from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.api import ServerConfig
+from chairlift.api.answers.dialect import Dialect
 from chairlift.api.answers.text import CallPiece, ContentPiece
-from chairlift.api.dialect import Dialect
 from chairlift.api.wire.completions import ChatCompletionRequest
 from tests.api.conftest import Server
 from tests.api.contract import check_chat, counts, user

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from chairlift.api.answers import FORMATS, ToolFamily
 from chairlift.api.answers.code_calls import is_text
+from chairlift.api.answers.families import FORMATS, ToolFamily
 from chairlift.api.answers.functions import Arguments, Parameter
 
 _SCHEMA_RULE = re.compile(r"(?:call_(?P<index>\d+)(?:_\d+)?|answer): ")

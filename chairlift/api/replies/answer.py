@@ -2,11 +2,10 @@
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
 
-from chairlift.api.answers import AnswerReader
+from chairlift.api.answers import AnswerReader, NewReader
 from chairlift.api.answers.text import CallPiece, Piece
 from chairlift.api.replies import BLANK, Reply, TextEvent
 from chairlift.api.replies.scores import ScoredPosition, scored
@@ -14,20 +13,6 @@ from chairlift.api.wire import NamedEvent
 from chairlift.api.wire.completions import WireFinishReason
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
-
-NewReader = Callable[[], AnswerReader]
-"""Makes the reader of a choice, which knows how calls and thoughts are written in it."""
-
-
-class CallCounter:
-    """A `TextWatcher` that ends an answer after the last wanted call."""
-
-    def __init__(self, reader: AnswerReader) -> None:
-        self._reader = reader
-
-    def push(self, text: str) -> bool:
-        self._reader.push(text)
-        return self._reader.is_full
 
 
 @dataclass(slots=True)

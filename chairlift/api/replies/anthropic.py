@@ -5,10 +5,11 @@ from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
+from chairlift.api.answers import NewReader
 from chairlift.api.answers.mending import arguments_of
 from chairlift.api.answers.text import CallPiece, ReasoningPiece
 from chairlift.api.replies import event
-from chairlift.api.replies.answer import ConversationReply, NewReader, Part
+from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import anthropic_message as wire
 from chairlift.api.wire.anthropic import MessagesRequest

@@ -9,13 +9,13 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from chairlift.api.answers import NewReader
 from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies import BLANK, DONE, Reply, TextEvent, event
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
-    NewReader,
     News,
     Part,
 )

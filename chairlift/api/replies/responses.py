@@ -15,10 +15,11 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from chairlift.api.answers import NewReader
 from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies import event
-from chairlift.api.replies.answer import ConversationReply, NewReader, Part
+from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.replies.scores import ScoredPosition
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import response_object as wire

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from chairlift.api.answers.functions import FunctionSpec
+from chairlift.api.answers.structure import WantedStructure, make_structure, the_only_one
 from chairlift.api.wire import Body, Ignored, Label, only, only_types
 from chairlift.api.wire.anthropic_turns import (
     CacheControl,
@@ -27,9 +28,6 @@ from chairlift.api.wire.anthropic_turns import (
 from chairlift.api.wire.generation import (
     SENDER,
     GenerationRequest,
-    WantedStructure,
-    make_structure,
-    the_only_one,
 )
 from chairlift.api.wire.messages import (
     ToolChoiceMode,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
 
+from chairlift.api.answers.structure import WantedStructure, the_only_one
 from chairlift.api.wire import Body, Ignored, LeftOut, OneOf, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
@@ -15,8 +16,6 @@ from chairlift.api.wire.generation import (
     FOR_STATISTICS,
     OpenAIRequest,
     TextFormat,
-    WantedStructure,
-    the_only_one,
 )
 from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import (

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from chairlift.api.answers import THOUGHT_MARKS
 from chairlift.api.answers.declared import Declared
 from chairlift.api.answers.functions import FunctionSpec
-from chairlift.api.wire.generation import WantedStructure
-from chairlift.api.wire.responses import Conversation
+from chairlift.api.answers.structure import AnswerOptions, WantedStructure
+from chairlift.api.answers.thoughts import THOUGHT_MARKS
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import InvalidRequest
 
@@ -29,7 +28,7 @@ class DeclaredDialect:
         is_known = is_known and None not in map(tokenizer.backend.token_to_id, self.thought_marks or ())
         self.reads_thoughts = may_read_thoughts and form.has_thoughts and not is_known
 
-    def check(self, body: Conversation, wanted: WantedStructure | None) -> None:
+    def check(self, body: AnswerOptions, wanted: WantedStructure | None) -> None:
         """InvalidRequest if a request with tools asks for what only a grammar could ensure."""
         if body.call_mode == "required":
             raise InvalidRequest(f'tool_choice: calls cannot be required, because {_WHY}; set "auto"', "tool_choice")

@@ -8,7 +8,6 @@ format reads the same calls as the checkpoint's declaration, it is used instead 
 import logging
 
 from chairlift.api import ServerConfig
-from chairlift.api.answers import ToolFamily, family_of_template
 from chairlift.api.answers.declared import (
     Declared,
     DeclaredFamily,
@@ -16,6 +15,7 @@ from chairlift.api.answers.declared import (
     shipped_family_of_template,
     shipped_format,
 )
+from chairlift.api.answers.families import ToolFamily, family_of_template
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import ConfigurationError
 

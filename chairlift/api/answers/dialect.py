@@ -1,4 +1,4 @@
-"""How the served model writes tool calls and thoughts, and so how answers are parsed and constrained."""
+"""Knows how the served model writes tool calls and thoughts, and so how its answers are parsed and constrained."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -7,23 +7,15 @@ from functools import partial
 from pydantic import ValidationError
 
 from chairlift.api import ServerConfig
-from chairlift.api.answer_formats import answer_format
-from chairlift.api.answers import (
-    FORMATS,
-    THOUGHT_MARKS,
-    AnswerReader,
-    ReasoningFamily,
-    Thoughts,
-    ToolFamily,
-    reasoning_of_template,
-)
 from chairlift.api.answers.declared import Declared
+from chairlift.api.answers.declared_dialect import DeclaredDialect
+from chairlift.api.answers.families import FORMATS, ToolFamily
+from chairlift.api.answers.format_choice import answer_format
 from chairlift.api.answers.functions import Arguments, FunctionSpec, enforced_arguments
 from chairlift.api.answers.grammars import forced_calls_grammar, free_grammar, schema_lines
-from chairlift.api.declared_dialect import DeclaredDialect
-from chairlift.api.replies.answer import CallCounter, NewReader
-from chairlift.api.wire.generation import Part, WantedStructure
-from chairlift.api.wire.responses import Conversation
+from chairlift.api.answers.reader import AnswerReader, CallCounter, NewReader
+from chairlift.api.answers.structure import AnswerOptions, GrammarSource, WantedStructure
+from chairlift.api.answers.thoughts import THOUGHT_MARKS, ReasoningFamily, Thoughts, reasoning_of_template
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import InputProcessor, TextOptions
 from chairlift.engine.text.tokenizer import Tokenizer
@@ -66,7 +58,7 @@ class Dialect:
         self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
 
     def constrain_calls(
-        self, functions: list[FunctionSpec], body: Conversation, wanted: WantedStructure | None
+        self, functions: list[FunctionSpec], body: AnswerOptions, wanted: WantedStructure | None
     ) -> WantedStructure | None:
         """The structure of an answer that may call functions. A forced call overrides a requested structure.
 
@@ -101,7 +93,7 @@ class Dialect:
         """What a client should know of an answer that may call these functions."""
         return [] if self._declared is None else self._declared.warnings(functions)
 
-    def check_effort(self, body: Conversation) -> list[str]:
+    def check_effort(self, body: AnswerOptions) -> list[str]:
         """A warning if a request wants thoughts of a model without them: clients ask for them with every request.
 
         InvalidRequest if it wants none of a model that always thinks.
@@ -115,7 +107,7 @@ class Dialect:
 
     def reading(
         self,
-        body: Conversation,
+        body: AnswerOptions,
         functions: list[FunctionSpec],
         prompt: list[int],
         is_continued: bool,
@@ -209,14 +201,16 @@ def _marks_in(tokenizer: Tokenizer, begin: str, end: str) -> _ThoughtMarks | Non
 def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStructure | None = None) -> WantedStructure:
     """The structure of calls, or of calls and the answer that is `wanted`."""
     field = "tools" if wanted is None else wanted.field
-    parts = {
-        line: Part(field, "the schema") if index is None else Part("tools", _whole_name_of(functions[index]))
+    sources = {
+        line: GrammarSource(field, "the schema")
+        if index is None
+        else GrammarSource("tools", _whole_name_of(functions[index]))
         for line, index in schema_lines(grammar).items()
     }
     left_out = [each for function in functions for each in function.left_out]
     left_out += [] if wanted is None else wanted.left_out
     try:
-        return WantedStructure(field, StructuredOutputs(grammar=grammar), parts, left_out=tuple(left_out))
+        return WantedStructure(field, StructuredOutputs(grammar=grammar), sources, left_out=tuple(left_out))
     except ValidationError as error:
         raise InvalidRequest(f"{field}: the schemas are too large together", field) from error
 

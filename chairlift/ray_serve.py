@@ -136,7 +136,7 @@ class Replica:
     ) -> None:
         """Loads the model. Imports torch only here, because the ingress and the deploying process do not need it."""
         from chairlift.api.app import Api
-        from chairlift.api.http import connections_of
+        from chairlift.api.http.connections import connections_of
         from chairlift.api.server import make_runner
         from chairlift.engine.async_llm import AsyncLLM
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 import chairlift
 from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
-from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, CallThreads
+from chairlift.api.http.connections import meet_expectation
 from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job, JobMaker, Store, answer

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 from chairlift.api.answers.text import whole_characters
 from chairlift.api.telemetry import OBSERVATION, request_id_of
-from chairlift.api.wire import ErrorBody, ErrorDetail
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 from chairlift.api.wire.complaints import complaint_of
+from chairlift.api.wire.errors import ErrorBody, ErrorDetail
 from chairlift.errors import (
     ChairliftError,
     ClientTooBusy,

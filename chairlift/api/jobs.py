@@ -19,16 +19,17 @@ from chairlift.api.answers.dialect import Dialect
 from chairlift.api.answers.structure import WantedStructure
 from chairlift.api.errors import ErrorReply, error_reply
 from chairlift.api.http.access import Client
-from chairlift.api.replies import EventStream, Reply
+from chairlift.api.http.event_stream import EventStream
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
+from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
 from chairlift.api.telemetry import Observation, request_id_of
 from chairlift.api.truncation import encode_end
 from chairlift.api.turns import TURNS_WARNING, speakers_in_turn, without_billing_line
-from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
+from chairlift.api.wire.complaints import own_field_names
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest

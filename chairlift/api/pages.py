@@ -27,10 +27,10 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 import chairlift
-from chairlift.api.replies import EventStream
+from chairlift.api.http.event_stream import EventStream
 from chairlift.api.routes import ROUTES, Route
-from chairlift.api.wire import Fate
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
+from chairlift.api.wire.marks import Fate
 from chairlift.engine.journal import Snapshot, SnapshotSource
 from chairlift.params import RequestOptions, SamplingParams
 

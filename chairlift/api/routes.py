@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from chairlift.api.errors import MESSAGES_PATH
-from chairlift.api.wire import Body, ErrorBody, LeftOutIfNone, TokenIds
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody, AnthropicMessage, MessagesEvent, TokenCount
+from chairlift.api.wire.body import Body, LeftOutIfNone, TokenIds
 from chairlift.api.wire.completions import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -18,6 +18,7 @@ from chairlift.api.wire.completions import (
     Completion,
     CompletionRequest,
 )
+from chairlift.api.wire.errors import ErrorBody
 from chairlift.api.wire.rendering import AnyMessage, Rendering
 from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
 from chairlift.api.wire.responses import ResponsesRequest

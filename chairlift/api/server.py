@@ -14,7 +14,7 @@ from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http import connections_of
+from chairlift.api.http.connections import connections_of
 from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM

@@ -22,9 +22,9 @@ from chairlift.api.app import Api
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, fields_of, openapi_document, page_with_tables
 from chairlift.api.routes import ROUTES
-from chairlift.api.wire import REFUSED, Body, Fate, Refused
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
+from chairlift.api.wire.marks import Fate, Refused
 from chairlift.api.wire.responses import ResponsesRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
@@ -189,17 +189,6 @@ def test_labels_are_as_long_as_openai_has_them() -> None:
     for wrong in [*({"metadata": each} for each in metadata), *labels]:
         with pytest.raises(ValidationError):
             CompletionRequest.model_validate({**body, **wrong})
-
-
-def test_every_reason_for_a_refusal_is_used() -> None:
-    parts = {path: field for body in BODIES for path, field in parts_of(body).items()}
-    refusing = {path for path, field in parts.items() if any(isinstance(mark, Refused) for mark in field.metadata)}
-    assert {path.rpartition(".")[2] for path in refusing} == {name for refused in REFUSED.values() for name in refused}
-    assert set(REFUSED) <= {each.__name__ for each in descendants(Body)}
-
-
-def descendants(parent: type[BaseModel]) -> set[type[BaseModel]]:
-    return {parent}.union(*map(descendants, parent.__subclasses__()))
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from chairlift.api.answers import AnswerReader, ToolFamily
-from chairlift.api.replies import Reply
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
+from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.responses import ResponsesReply
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest

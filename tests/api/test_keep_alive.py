@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from chairlift.api import replies
+from chairlift.api.http import event_stream
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import client_of
 from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperat
 
 @pytest.fixture(autouse=True)
 def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.03)
 
 
 @in_loop
@@ -78,14 +78,14 @@ async def test_the_openai_client_passes_over_them(server: Server, gate: Gate) ->
 async def test_comments_come_after_a_whole_silence(server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the pauses between tokens fall: most are shorter here, and together longer."""
     interval_s, writes = 0.05, list[tuple[float, bytes]]()
-    monkeypatch.setattr(replies, "KEEP_ALIVE_S", interval_s)
-    write = replies.EventStream._write
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", interval_s)
+    write = event_stream.EventStream._write
 
-    async def note(self: replies.EventStream, data: bytes) -> None:
+    async def note(self: event_stream.EventStream, data: bytes) -> None:
         writes.append((time.monotonic(), data))
         await write(self, data)
 
-    monkeypatch.setattr(replies.EventStream, "_write", note)
+    monkeypatch.setattr(event_stream.EventStream, "_write", note)
     async with await post(server, {**BODY, "max_tokens": 9, "ignore_eos": True}) as client:
         for pause_s in (*[0.03] * 8, 0.15):
             await gate.entered()

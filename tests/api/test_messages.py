@@ -191,7 +191,7 @@ async def test_a_call_that_was_cut_short_tells_its_arguments_so_far(thinker: Ser
 
 
 async def test_a_silent_stream_is_kept_alive_by_pings(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.01)
     with held(forward_of(server.llm), "hidden") as gate:
         async with posted(server, {"max_tokens": 9, "messages": QUESTION, "stream": True}) as response:
             assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -120,7 +120,7 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
 
 SMALL_SEND_BUFFERS = f"""
 import socket
-from chairlift.api.http import Connection
+from chairlift.api.http.connections import Connection
 
 real = Connection.connection_made
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from chairlift.api import ServerConfig
-from chairlift.api.http import Connection
+from chairlift.api.http.connections import Connection
 from chairlift.engine.text.grammar import GrammarCompiler
 from tests.api.conftest import SLOTS, Server, SharedServer, in_loop, shared
 from tests.api.contract import text_of

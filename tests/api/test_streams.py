@@ -16,13 +16,14 @@ from openai.types.completion_usage import PromptTokensDetails
 from chairlift.api import ServerConfig
 from chairlift.api.answers import AnswerReader
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.replies import BLANK, EventStream, TextEvent, event
+from chairlift.api.http.event_stream import EventStream
 from chairlift.api.replies.answer import Part
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.responses import ResponsesReply
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
+from chairlift.api.wire.events import BLANK, TextEvent, event
 from chairlift.api.wire.response_object import Event
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import SamplingParams
@@ -182,7 +183,9 @@ async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> s
 async def test_a_stream_says_what_the_whole_reply_says(
     babbler: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 600.0)  # no comments, however busy the machine is
+    monkeypatch.setattr(
+        "chairlift.api.http.event_stream.KEEP_ALIVE_S", 600.0
+    )  # no comments, however busy the machine is
     bodies = [random_body(seed) for seed in range(NUM_CASES)]
     for seed, body in enumerate(bodies):
         if path == CHAT:

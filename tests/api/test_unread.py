@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.http import Connection
+from chairlift.api.http.connections import Connection
+from chairlift.api.http.event_stream import EventStream
 from chairlift.api.http.unread import UNREAD, UnreadReplies
-from chairlift.api.replies import EventStream
 from chairlift.errors import ClientTooBusy
 from tests.api.conftest import Server, serving_app
 from tests.api.fault_support import RawClient, connect, post

@@ -229,7 +229,7 @@ async def test_a_prompt_that_waited_too_long_ends_the_others_of_its_request() ->
 
 
 async def test_a_stream_that_has_begun_with_comments_gets_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.02)
     async with holding() as engine, client_of(engine.server) as client:
         running = await engine.occupied()
         asked: Any = {"model": "bundled", "prompt": STORY, "stream": True, "extra_body": {"timeout": 5}}

@@ -199,7 +199,7 @@ async def events_of(response: aiohttp.ClientResponse, num_events: int) -> list[A
 async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.02)
     source = busy()
     source.moves = False
     async with serving(source) as url, http.get(url) as response:

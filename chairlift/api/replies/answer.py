@@ -7,10 +7,10 @@ from uuid import uuid4
 
 from chairlift.api.answers import AnswerReader, NewReader
 from chairlift.api.answers.text import CallPiece, Piece
-from chairlift.api.replies import BLANK, Reply, TextEvent
+from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.scores import ScoredPosition, scored
-from chairlift.api.wire import NamedEvent
 from chairlift.api.wire.completions import WireFinishReason
+from chairlift.api.wire.events import BLANK, NamedEvent, TextEvent
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 

@@ -8,11 +8,12 @@ from uuid import uuid4
 from chairlift.api.answers import NewReader
 from chairlift.api.answers.mending import arguments_of
 from chairlift.api.answers.text import CallPiece, ReasoningPiece
-from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, Part
-from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import anthropic_message as wire
 from chairlift.api.wire.anthropic import MessagesRequest
+from chairlift.api.wire.errors import ErrorDetail
+from chairlift.api.wire.events import event
+from chairlift.api.wire.usage import Usage
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 

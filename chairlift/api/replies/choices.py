@@ -12,17 +12,19 @@ from pydantic import BaseModel
 from chairlift.api.answers import NewReader
 from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.replies import BLANK, DONE, Reply, TextEvent, event
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
     News,
     Part,
 )
+from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.scores import ScoredPosition, four_lists, prompt_logprobs, scored_prompt
-from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire import completions as wire
+from chairlift.api.wire.errors import ErrorBody, ErrorDetail
+from chairlift.api.wire.events import BLANK, DONE, TextEvent, event
 from chairlift.api.wire.generation import StreamOptions
+from chairlift.api.wire.usage import Usage
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, RequestOutput

@@ -18,15 +18,16 @@ from pydantic_core import to_json
 from chairlift.api.answers import NewReader
 from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.replies.scores import ScoredPosition
-from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import response_object as wire
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.custom_tools import TextTool
+from chairlift.api.wire.errors import ErrorDetail
+from chairlift.api.wire.events import event
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
 from chairlift.api.wire.tools import FunctionTool, LeftOutTool
+from chairlift.api.wire.usage import Usage
 from chairlift.engine.text.chat_template import Message
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest

@@ -14,7 +14,6 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.structure import WantedStructure, make_structure, the_only_one
-from chairlift.api.wire import Body, Ignored, Label, only, only_types
 from chairlift.api.wire.anthropic_turns import (
     CacheControl,
     ModelTurn,
@@ -25,10 +24,13 @@ from chairlift.api.wire.anthropic_turns import (
     joined,
     merged,
 )
+from chairlift.api.wire.body import Body, Label
+from chairlift.api.wire.checks import only, only_types
 from chairlift.api.wire.generation import (
     SENDER,
     GenerationRequest,
 )
+from chairlift.api.wire.marks import Ignored, Refused
 from chairlift.api.wire.messages import (
     ToolChoiceMode,
     ToolUse,
@@ -65,6 +67,7 @@ class CustomTool(Body):
 AnyTool = Annotated[CustomTool | LeftOutTool, known_or_left_out(CustomTool, None, "custom")]
 
 
+_ONE_MODEL = "there is one model here"
 _CALL_MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
@@ -141,6 +144,8 @@ class CountTokensRequest(ToolUse):
     user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says who sent the request")] = None
     workspace_id: Annotated[Label | None, Ignored("there are no workspaces")] = None
     billing_policy: Annotated[dict[str, Any] | None, Ignored("nothing is billed")] = None
+    mcp_servers: Annotated[None, Refused("the client connects to such servers, and sends their tools")] = None
+    compaction: Annotated[None, Refused("leave out of messages what the model may forget")] = None
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
@@ -225,6 +230,10 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
     inference_geo: Annotated[Label | None, Ignored("there is one place")] = None
     diagnostics: Annotated[dict[str, Any] | None, Ignored("usage reports what was reused")] = None
+    container: Annotated[None, Refused("there are no containers here")] = None
+    fallbacks: Annotated[None, Refused(_ONE_MODEL)] = None
+    fallback_credit_token: Annotated[None, Refused(_ONE_MODEL)] = None
+    thread: Annotated[None, Refused("conversations are not stored; send all of their messages")] = None
 
     @property
     def sender(self) -> str:

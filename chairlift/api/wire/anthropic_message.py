@@ -4,7 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
+from chairlift.api.wire.body import LeftOutIfNone
+from chairlift.api.wire.errors import ErrorDetail
+from chairlift.api.wire.events import NamedEvent
+from chairlift.api.wire.usage import Usage
 from chairlift.errors import PromptExcess
 
 

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
-from chairlift.api.wire import Body, Ignored, OneOf, Written, by_type, only_types
+from chairlift.api.wire.body import Body, Written
+from chairlift.api.wire.checks import OneOf, by_type, only_types
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments
+from chairlift.api.wire.marks import Ignored
 from chairlift.api.wire.messages import ARGUMENTS, is_of_assistant, template_call, template_message
 from chairlift.engine.text.chat_template import Message
 

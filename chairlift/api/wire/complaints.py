@@ -1,6 +1,8 @@
-"""Makes one error, for the client, of all that pydantic says about a wrong body."""
+"""Errors in the client's terms: one of all that pydantic says about a wrong body, with the names of its fields."""
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -66,3 +68,17 @@ def _placed(complaint: InvalidRequest, path: list[str]) -> InvalidRequest:
     whole, message = ".".join(path), str(complaint)
     message = whole + message.removeprefix(name) if message.startswith(name) else f"{whole}: {message}"
     return InvalidRequest(message, name if name == path[0] else whole)
+
+
+@contextmanager
+def own_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors name the fields that the client wrote; `names`: a request's `field_names`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        error.args = (f"{name}: {error}",)
+        error.param = name
+        raise

@@ -15,22 +15,14 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chairlift.api.wire import (
-    Body,
-    Idle,
-    Ignored,
-    LeftOut,
-    LeftOutIfNone,
-    Texts,
-    TokenIds,
-    Usage,
-    let_others_run,
-    only_types,
-)
+from chairlift.api.wire.body import Body, LeftOutIfNone, Texts, TokenIds, let_others_run
+from chairlift.api.wire.checks import only_types
 from chairlift.api.wire.generation import CompletionsRequest
+from chairlift.api.wire.marks import Idle, Ignored, LeftOut, Refused
 from chairlift.api.wire.messages import Effort, ParallelToolUse, ToolChoiceMode
 from chairlift.api.wire.rendering import Rendering
 from chairlift.api.wire.tools import NamedTool
+from chairlift.api.wire.usage import Usage
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOptions, SamplingParams
 
@@ -186,6 +178,9 @@ class ChatCompletionRequest(Rendering, ParallelToolUse, CompletionsRequest):
     echo: Annotated[StrictBool | None, Idle("the last message is not part of an answer", (False,))] = None
     include_reasoning: Annotated[StrictBool | None, Idle("thoughts have a field of their own", (True,))] = None
     documents: Annotated[list[Any] | None, Idle("put them into a message", ([],))] = None
+    audio: Annotated[None, Refused("this server reads and writes text only")] = None
+    web_search_options: Annotated[None, Refused("there is no web search here")] = None
+    moderation: Annotated[None, Refused("there is no moderation here")] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -8,7 +8,8 @@ from pydantic import Field, StrictBool, model_validator
 from chairlift.api.answers.custom import InputGrammar, call_arguments, custom_function
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.lark import MAX_CHARACTERS
-from chairlift.api.wire import Body, Written, only
+from chairlift.api.wire.body import Body, Written
+from chairlift.api.wire.checks import only
 from chairlift.errors import InvalidRequest
 
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"

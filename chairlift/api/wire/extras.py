@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import StrictBool, StrictFloat, StrictInt
 
-from chairlift.api.wire import Body, Idle, Ignored, LeftOut
+from chairlift.api.wire.body import Body
+from chairlift.api.wire.marks import Idle, Ignored, LeftOut
 
 _NO_SUCH_SAMPLER = "there is no such sampler here"
 

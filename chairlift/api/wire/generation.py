@@ -14,13 +14,16 @@ from pydantic import (
 )
 
 from chairlift.api.answers.structure import WantedStructure, make_structure, the_only_one
-from chairlift.api.wire import Body, Ignored, Label, Metadata, Texts, TokenIds, only, without_nulls
+from chairlift.api.wire.body import Body, Label, Metadata, Texts, TokenIds, without_nulls
+from chairlift.api.wire.checks import only
 from chairlift.api.wire.extras import EngineExtras
+from chairlift.api.wire.marks import Ignored, Refused
 from chairlift.errors import InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
+STATELESS = "use previous_response_id, or send the whole conversation as input"
 SENDER = "the sender; users, or API keys if there are any, share the machine evenly"
 _MADE_HERE = {"logprobs", "prompt_logprobs", "structured_outputs"}  # mean something else in requests
 
@@ -106,6 +109,7 @@ class PromptCacheOptions(Body):
     prewarm: Annotated[StrictBool | None, only(False, "every request is answered", "prompt_cache_options.prewarm")] = (
         None
     )
+    comparison_response_id: Annotated[None, Refused(STATELESS)] = None
 
 
 class ResponseStreamOptions(Body):

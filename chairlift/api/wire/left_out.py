@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import ConfigDict
 
-from chairlift.api.wire import Body
+from chairlift.api.wire.body import Body
 
 _MAX_TYPES_TOLD = 8
 _KINDS = {  # by type, in the words of the three endpoints

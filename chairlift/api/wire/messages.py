@@ -7,10 +7,12 @@ from pydantic import Field, StrictBool, model_validator
 
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.mending import arguments_of
-from chairlift.api.wire import Body, Written, only, only_types
+from chairlift.api.wire.body import Body, Written
+from chairlift.api.wire.checks import only, only_types
 from chairlift.api.wire.custom_tools import CalledCustomTool, check_definitions
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
+from chairlift.api.wire.marks import Refused
 from chairlift.api.wire.tools import LeftOutTool
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -76,6 +78,7 @@ class ChatMessage(Body):
     content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]]
     name: str | None = Field(None, description="the speaker's name, for templates that show it")
     cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
+    tool_call_id: Annotated[None, Refused("it belongs to messages with role tool")] = None
 
     def as_template_input(self) -> Message:
         return template_message(self.role, text_of(self.content), name=self.name)
@@ -91,6 +94,8 @@ class AssistantTurn(Written):
     reasoning: str | None = Field(None, description="other name of reasoning_content")
     tool_calls: list[ToolCall] | None = None
     images: Annotated[list[Any] | None, only([], "this server takes text only")] = None
+    audio: Annotated[None, Refused("this server reads and writes text only")] = None
+    function_call: Annotated[None, Refused("deprecated; use tools, tool_choice and tool_calls")] = None
 
     def as_template_input(self) -> Message:
         calls = [each.as_template_input() for each in self.tool_calls or []]

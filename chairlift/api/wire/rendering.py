@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from chairlift.api.wire import Body, OneOf, by_type
+from chairlift.api.wire.body import Body
+from chairlift.api.wire.checks import OneOf, by_type
 from chairlift.api.wire.custom_tools import ChatCustomTool
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments

@@ -4,10 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, RootModel
 
-from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
+from chairlift.api.wire.body import LeftOutIfNone
 from chairlift.api.wire.completions import TokenLogprob
+from chairlift.api.wire.errors import ErrorDetail
+from chairlift.api.wire.events import NamedEvent
 from chairlift.api.wire.messages import Effort
 from chairlift.api.wire.responses import ItemStatus
+from chairlift.api.wire.usage import Usage
 
 
 class OutputText(BaseModel):

@@ -7,17 +7,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
 
 from chairlift.api.answers.structure import WantedStructure, the_only_one
-from chairlift.api.wire import Body, Ignored, LeftOut, OneOf, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.anthropic import MessagesRequest
+from chairlift.api.wire.body import Body, Written
+from chairlift.api.wire.checks import OneOf, by_type, only, only_types, type_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.custom_tools import CalledCustomTool, TextTool
 from chairlift.api.wire.generation import (
     FOR_CACHING,
     FOR_STATISTICS,
+    STATELESS,
     OpenAIRequest,
     TextFormat,
 )
 from chairlift.api.wire.left_out import Attachment, attachments
+from chairlift.api.wire.marks import Ignored, LeftOut, Refused
 from chairlift.api.wire.messages import (
     ARGUMENTS,
     PARSE_SPECIAL_TOKENS,
@@ -36,6 +39,7 @@ from chairlift.params import MAX_LOGPROBS, SamplingParams
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _COMES_ALONG = Ignored("part of an item of a reply that is sent back")
+_NAMESPACE = "functions have no namespaces here"
 _Caller = Annotated[dict[str, Any] | None, only({"type": "direct"}, "only the model itself calls tools")]
 
 
@@ -126,6 +130,7 @@ class InputCall(Written):
     async_: Annotated[StrictBool | None, only(False, "every call waits for its output", "async")] = Field(
         None, alias="async"
     )
+    namespace: Annotated[None, Refused(_NAMESPACE)] = None
 
     def as_template_input(self) -> Message:
         return template_message("assistant", "", tool_calls=[template_call(self.call_id, self.name, self.arguments)])
@@ -141,6 +146,7 @@ class InputCallOutput(Body):
     status: Annotated[ItemStatus | None, _COMES_ALONG] = None
     name: Annotated[str | None, Ignored("call_id says which call this answers")] = None
     caller: _Caller = None
+    namespace: Annotated[None, Refused(_NAMESPACE)] = None
 
     def as_template_input(self) -> Message:
         return template_message("tool", _joined(self.output), tool_call_id=self.call_id)
@@ -296,6 +302,11 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     background: Annotated[StrictBool | None, only(False, "a reply cannot be fetched later")] = Field(
         None, description="only false"
     )
+    conversation: Annotated[None, Refused(STATELESS)] = None
+    prompt: Annotated[None, Refused("no prompts are stored here; send its text")] = None
+    moderation: Annotated[None, Refused("there is no moderation here")] = None
+    access_programs: Annotated[None, Refused("there are no access programs here")] = None
+    image: Annotated[None, Refused("this server reads and writes text only")] = None
 
     @field_validator("include")
     @classmethod

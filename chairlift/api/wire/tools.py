@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from chairlift.api.answers.functions import FunctionSpec
-from chairlift.api.wire import Body, OneOf, only
+from chairlift.api.wire.body import Body
+from chairlift.api.wire.checks import OneOf, only
+from chairlift.api.wire.marks import Refused
 from chairlift.errors import InvalidRequest
 
 
@@ -40,6 +42,7 @@ class FunctionTool(Function):
         None, alias="async"
     )
     defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
+    output_schema: Annotated[None, Refused("the model does not see it; describe it in description")] = None
 
 
 class LeftOutTool(Body):

@@ -1,0 +1,38 @@
+"""What a protocol makes of outputs: a whole reply, or the events of a streamed one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from chairlift.api.http.event_stream import KEEP_ALIVE
+from chairlift.api.wire.errors import ErrorDetail
+from chairlift.params import RequestOutput
+
+
+class Reply(ABC):
+    """One reply: its identity, its form, and how much of it has been sent. Events are in the wire format."""
+
+    id: str  # by which the client knows it
+    keep_alive = KEEP_ALIVE  # the event that keeps a silent stream alive
+    num_repeated = 0  # bytes of the request that the reply repeats, and a streamed one repeatedly
+
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
+        """The reply to a request that does not stream."""
+
+    @abstractmethod
+    def opening(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Events that come before any text; `prompts`: their tokens."""
+
+    @abstractmethod
+    def news(self, index: int, output: RequestOutput) -> list[str]:
+        """Events for what prompt number `index` has gained since the last call for it."""
+
+    @abstractmethod
+    def closing(self) -> list[str]:
+        """The last events of a complete reply."""
+
+    @abstractmethod
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:
+        """The last events of a stream that cannot go on; `status`: what the reply would have had."""

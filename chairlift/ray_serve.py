@@ -30,7 +30,8 @@ from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from chairlift.api import ServerConfig
-from chairlift.api.errors import error_reply
+from chairlift.api.errors import error_reply, find_convention
+from chairlift.api.protocols import CONVENTIONS
 from chairlift.api.telemetry import REQUEST_ID_HEADER
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError, EngineClosed, QueueFull
@@ -174,7 +175,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Ray, which restarts the replica if this raises."""
-        await self._api.health()
+        self._api.service.check_health()
 
     async def __del__(self) -> None:
         """Called by Ray once, when the replica's requests have ended."""
@@ -191,7 +192,7 @@ class Replica:
         gauges: dict[str, Gauge] = {}
         try:
             while True:
-                families = (await self._api.take_metrics()).collect()
+                families = (await self._api.service.take_metrics()).collect()
                 for family in (each for each in families if ":" not in each.name):  # Ray warns of vLLM's names
                     for sample in family.samples:
                         if sample.name not in gauges:
@@ -250,7 +251,8 @@ class Ingress:
 
 def _refuse(request: Request, error: Exception) -> Response:
     reply = error_reply(error)
-    body = reply.body(request.url.path, request.headers.get(REQUEST_ID_HEADER))
+    convention = find_convention(request.url.path, CONVENTIONS)
+    body = reply.body_in(convention, request.headers.get(REQUEST_ID_HEADER))
     return Response(body, reply.status, reply.headers, "application/json")
 
 

@@ -21,7 +21,7 @@ from openai import OpenAI
 from pydantic import ConfigDict, Field, create_model
 
 from chairlift.__main__ import COMMANDS
-from chairlift.api.routes import ROUTES
+from chairlift.api.app import ROUTES
 from chairlift.flags import read_settings
 from chairlift.models.cpu.build import find_compiler, instruction_sets, usable_instruction_sets
 from hatch_build import KernelsHook

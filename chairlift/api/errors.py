@@ -1,4 +1,4 @@
-"""Turns every failure into OpenAI's error body, or Anthropic's on its paths, with the right status.
+"""Turns every failure into an error body, in the form that the path's clients expect, with the right status.
 
 An error body repeats at most a kilobyte of what the client sent.
 """
@@ -6,7 +6,7 @@ An error body repeats at most a kilobyte of what the client sent.
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from chairlift.api.answers.text import whole_characters
 from chairlift.api.telemetry import OBSERVATION, request_id_of
-from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 from chairlift.api.wire.complaints import complaint_of
 from chairlift.api.wire.errors import ErrorBody, ErrorDetail
 from chairlift.errors import (
@@ -59,8 +58,6 @@ _STATUSES: dict[type[ChairliftError], tuple[int, str | None]] = {
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MESSAGES_PATH = "/v1/messages"
-
 ENDPOINTS = web.AppKey("chairlift_endpoints", str)
 """The endpoints that a 404 lists."""
 
@@ -75,12 +72,15 @@ class ErrorReply:
     retry_after_s: int = _RETRY_AFTER_S  # for a 429 or 503
     excess: PromptExcess | None = None  # of a prompt that is too long
 
-    def body(self, path: str, request_id: str | None) -> str:
-        """The body in the format of the path: OpenAI's or Anthropic's."""
-        body: BaseModel = ErrorBody(error=self.detail)
-        if is_anthropics(path):
-            body = AnthropicErrorBody.of(self.status, self.detail, request_id, self.excess)
-        return body.model_dump_json()
+    def body(self, request: web.Request) -> str:
+        """The body, in the form of the request's convention."""
+        return self.body_in(convention_of(request), request_id_of(request))
+
+    def body_in(self, convention: "Convention | None", request_id: str | None) -> str:
+        """The body in the form of a convention; None: OpenAI's."""
+        if convention is None:
+            return ErrorBody(error=self.detail).model_dump_json()
+        return convention.error_body(self, request_id).model_dump_json()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -91,14 +91,34 @@ class ErrorReply:
             headers["Allow"] = self.allow
         return headers
 
-    def response(self, request: web.BaseRequest | None = None) -> web.Response:
-        text = self.body("", None) if request is None else self.body(request.path, request_id_of(request))
+    def response(self, request: web.Request | None = None) -> web.Response:
+        text = self.body_in(None, None) if request is None else self.body(request)
         return web.Response(status=self.status, text=text, content_type="application/json", headers=self.headers)
 
 
-def is_anthropics(path: str) -> bool:
-    """Whether the path is one of Anthropic's API, whose clients expect other headers and errors."""
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """What clients of a path, and of all paths below it, expect in another form than OpenAI's clients."""
+
+    path: str
+    error_body: Callable[[ErrorReply, str | None], BaseModel]  # of an error and the request's id
+    key_header: str  # holds the client's key, in addition to `Authorization`
+
+    def covers(self, path: str) -> bool:
+        return path == self.path or path.startswith(f"{self.path}/")
+
+
+KNOWN_CONVENTIONS: web.AppKey[Sequence[Convention]] = web.AppKey("chairlift_conventions")
+
+
+def convention_of(request: web.Request) -> Convention | None:
+    """The convention of the request's path; None: OpenAI's."""
+    return find_convention(request.path, request.app.get(KNOWN_CONVENTIONS, ()))
+
+
+def find_convention(path: str, known: Sequence[Convention]) -> Convention | None:
+    """The one of these that covers the path."""
+    return next((each for each in known if each.covers(path)), None)
 
 
 def error_reply(error: Exception) -> ErrorReply:

@@ -61,7 +61,7 @@ async def serve_api(
             api.cors.is_strict = not api.keys and not listener.is_open_to_others
             note_start()
             await first_of(stop.wait(), llm.died.wait())
-            api.is_leaving = True
+            api.leave()
             await _delay(llm, config.drain_delay, hurry)
             api.drain()
             was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)

@@ -13,6 +13,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
 from chairlift.engine.text.chat_template import ChatOptions, Message
+from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import (
     DEFAULT_CHAT,
     DEFAULT_TEXT,
@@ -25,7 +26,7 @@ from chairlift.engine.text.inputs import (
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
-from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams, StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,13 @@ class OffLoop(Protocol):
     """Calls a slow function in some thread, as `asyncio.to_thread` does."""
 
     async def __call__(self, function: Callable[..., _Result], /, *args: Any) -> _Result: ...
+
+
+async def compile_grammar(grammars: Grammars, outputs: StructuredOutputs, thinking: Thinking | None = None) -> Any:
+    """Compiles what `InputProcessor.prepare` needs. `InvalidGrammar`, or `GrammarsBusy` if that is not possible now."""
+    shared = asyncio.wrap_future(grammars.compile(outputs, thinking))
+    shared.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
+    return await asyncio.shield(shared)
 
 
 class _Mailbox:
@@ -138,11 +146,11 @@ class AsyncLLM:
         which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
         """
         self._home.check()
-        chosen_id, compiled = request_id or uuid4().hex, None
-        if params is not None and params.structured_outputs is not None:
-            shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs, text_options.thinking))
-            shared.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
-            compiled = await asyncio.shield(shared)
+        outputs = None if params is None else params.structured_outputs
+        compiled = (
+            None if outputs is None else await compile_grammar(self.inputs.grammars, outputs, text_options.thinking)
+        )
+        chosen_id = request_id or uuid4().hex
         return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)
 
     async def generate(

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from chairlift.api import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
-from chairlift.api.routes import DetokenizeRequest
+from chairlift.api.openai.tokens import DetokenizeRequest
 from chairlift.api.wire.complaints import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
@@ -128,7 +128,7 @@ def test_many_values_are_refused_and_a_long_text_full_of_commas_is_not() -> None
 
 
 def waiting_bytes(server: Server) -> int:
-    return server.api._bodies._num_waiting
+    return server.api.service.bodies._num_waiting
 
 
 async def half(server: Server, num_bytes: int) -> RawClient:

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from pydantic import BaseModel
 
-from chairlift.api import jobs
 from chairlift.api.http import bodies as module
 from chairlift.api.http.bodies import CallThreads
+from chairlift.api.openai import routes
 from chairlift.api.replies.choices import ChatReply
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 from chairlift.params import RequestOutput
@@ -221,7 +221,7 @@ async def test_a_reply_of_many_scored_tokens_is_made_elsewhere(server: Server, s
 
     body = {"messages": [{"role": "user", "content": "Hi!"}], "max_tokens": 30, "ignore_eos": True, "stream": stream}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "ChatReply", Watched)
+        patch.setattr(routes, "ChatReply", Watched)
         for num_top in (0, 20):
             async with await post(server, {**body, "logprobs": True, "top_logprobs": num_top}, CHAT) as client:
                 assert "200 OK" in await client.head()

@@ -94,7 +94,7 @@ async def test_chunks_have_the_order_of_the_specification(
     _, without = await whole_and_chunks(server, path, body, include_usage=False)
     whole, (*chunks, usage) = await whole_and_chunks(server, path, body, include_usage=True)
     assert chunks[0]["id"].startswith(prefix)
-    fingerprint = server.api._job_maker._fingerprint
+    fingerprint = server.api.service.job_maker.fingerprint
     assert {reply["system_fingerprint"] for reply in (whole, *chunks, *without)} == {fingerprint}
     assert fingerprint.startswith("fp_")
     assert (usage["choices"], counts(usage["usage"])) == ([], counts(whole["usage"]))

@@ -1,7 +1,7 @@
 """What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
 
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import Mock
 
 import anthropic
 import pytest
@@ -59,7 +59,7 @@ async def test_every_status_has_its_type_and_exception(server: Server, monkeypat
         *((QueueFull("full"), 429, "rate_limit_error"), (QueueTimeout("late"), 503, "overloaded_error")),
         *((EngineClosed("closed"), 503, "overloaded_error"), (RuntimeError("boom"), 500, "api_error")),
     ):
-        monkeypatch.setattr(server.api._job_maker, "prepare", AsyncMock(side_effect=error))
+        monkeypatch.setattr(server.api.service.job_maker, "of_conversation", Mock(side_effect=error))
         assert (await error_of(server, status, ASKED))["type"] == kind
     async with client_of(server) as client:
         with pytest.raises(anthropic.InternalServerError) as caught:

@@ -9,9 +9,10 @@ import aiohttp
 from aiohttp import web
 
 from chairlift.api import pages
+from chairlift.api.app import ROUTES
+from chairlift.api.description import fields_of
 from chairlift.api.errors import error_middleware
-from chairlift.api.pages import PAGE_PATHS, SnapshotFeed, add_page_routes, fields_of
-from chairlift.api.routes import ROUTES
+from chairlift.api.pages import PAGE_PATHS, SnapshotFeed, add_page_routes
 from tests.api.conftest import Server, in_loop, serving_app
 from tests.support.fake_batch import FakeBatch
 

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from chairlift.api import ServerConfig
-from chairlift.api.replies.responses import ResponseStore, StoredResponse
+from chairlift.api.store import ReplyStore, StoredReply
 from tests.api.conftest import SLOTS, Server, serving
 from tests.api.contract import CHAT, client_of, post, user
 
@@ -275,10 +275,10 @@ async def test_no_key_reads_continues_or_deletes_anothers_responses() -> None:
 
 
 def test_the_store_is_bounded_by_bytes_and_whoever_has_most_loses_first() -> None:
-    store = ResponseStore(max_bytes=10_000)
+    store = ReplyStore(max_bytes=10_000)
 
     def keep(key: str, name: str, num_bytes: int) -> None:
-        store.keep(key, name, StoredResponse(b"", b"a" * (num_bytes - 1024)))
+        store.keep(key, name, StoredReply(b"", b"a" * (num_bytes - 1024)))
 
     keep("few", "0", 2000)
     for number in range(4):

@@ -6,8 +6,8 @@ import pytest
 from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
+from chairlift.api.description import fields_of
 from chairlift.api.errors import error_reply
-from chairlift.api.pages import fields_of
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.extras import EngineExtras
 from chairlift.api.wire.responses import ResponsesRequest

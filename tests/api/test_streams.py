@@ -183,9 +183,8 @@ async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> s
 async def test_a_stream_says_what_the_whole_reply_says(
     babbler: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "chairlift.api.http.event_stream.KEEP_ALIVE_S", 600.0
-    )  # no comments, however busy the machine is
+    # No comments, however busy the machine is.
+    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 600.0)
     bodies = [random_body(seed) for seed in range(NUM_CASES)]
     for seed, body in enumerate(bodies):
         if path == CHAT:

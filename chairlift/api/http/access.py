@@ -13,13 +13,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.answers.text import whole_characters
-from chairlift.api.errors import Handler, error_reply, is_anthropics
-from chairlift.api.wire.generation import GenerationRequest
+from chairlift.api.errors import Handler, convention_of, error_reply
 from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
 from chairlift.params import RequestOptions
 
@@ -57,6 +57,14 @@ class KeyLimits:
         return cls(int(found["lowest"]), int(found["highest"]), share)
 
 
+class Scheduled(Protocol):
+    """A body that says how its request is scheduled."""
+
+    def request_options(self, key_tenant: str | None) -> RequestOptions:
+        """`key_tenant`: the tenant of the API key; None where there are no keys."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Client:
     """The sender of a request: a key or, on a server without keys, an address."""
@@ -70,7 +78,7 @@ class Client:
         """The owner of the client's stored responses. Without keys, any client that knows an id may read them."""
         return "" if self.limits is None else self.name
 
-    def options_of(self, body: GenerationRequest) -> RequestOptions:
+    def options_of(self, body: Scheduled) -> RequestOptions:
         """How a request is scheduled. `InvalidRequest` if the key may not use its priority."""
         if self.limits is None:
             return body.request_options(None)
@@ -189,8 +197,9 @@ def _keys_of(request: web.Request) -> Iterator[str]:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield key.strip()
-    if is_anthropics(request.path):
-        yield request.headers.get("x-api-key", "").strip()
+    convention = convention_of(request)
+    if convention is not None:
+        yield request.headers.get(convention.key_header, "").strip()
 
 
 def _digest(key: str) -> bytes:

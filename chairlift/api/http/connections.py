@@ -166,7 +166,7 @@ class Connection(web.RequestHandler):
         if status != web.HTTPBadRequest.status_code:
             response = super().handle_error(request, status, exc, message)
         else:
-            response = error_reply(web.HTTPBadRequest(text=message)).response(request)
+            response = error_reply(web.HTTPBadRequest(text=message)).response()  # it has reached no application
             response.force_close()
         response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # otherwise the application adds it
         return response
@@ -201,7 +201,7 @@ async def meet_expectation(request: web.Request) -> None:
     expectation = whole_characters(request.headers.get("Expect", ""))
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))
-        body = reply.body(request.path, request_id_of(request))
+        body = reply.body(request)
         raise web.HTTPExpectationFailed(text=body, content_type="application/json")
     assert request.transport is not None, "the client waits for this"
     request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

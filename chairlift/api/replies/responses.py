@@ -1,13 +1,8 @@
-"""How `/v1/responses` presents its outputs: items that grow, and their events. Responses that clients
-ask to keep (`store: true`) stay in memory, for GET, DELETE and `previous_response_id`.
-"""
+"""What `/v1/responses` makes of outputs: items that grow, and their events."""
 
 import json
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -20,6 +15,7 @@ from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.replies.scores import ScoredPosition
+from chairlift.api.store import StoredReply
 from chairlift.api.wire import response_object as wire
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.custom_tools import TextTool
@@ -52,6 +48,7 @@ _REPEATED = {  # fields of the request, repeated unchanged
 MAX_REPEATED_BYTES = 2**20
 """Limit on what a reply repeats of its request, without the instructions."""
 
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
 _NUMBER = '"sequence_number":0'  # no text comes before it
 
 
@@ -282,70 +279,7 @@ def _used(tool: FunctionTool | TextTool) -> wire.UsedTool | wire.UsedCustomTool:
     )
 
 
-# --- stored responses
-
-MAX_STORED_BYTES = 2**26
-"""Limit on the bytes of all stored conversations and replies."""
-
-NOT_STORED = "there is no such stored response, or no longer; ask for responses with store: true to have them kept"
-
-_OVERHEAD_BYTES = 1024  # of a response, in addition to its texts
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class StoredResponse:
-    """A response, and the conversation that it answers, without instructions; both as JSON."""
-
-    conversation: bytes  # a list of messages, as chat templates know them
-    reply: bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.conversation) + len(self.reply) + _OVERHEAD_BYTES
-
-    def messages(self) -> list[Message]:
-        """The conversation up to and including the response."""
-        output = _ITEMS.validate_python(json.loads(self.reply)["output"])
-        return template_messages(output, json.loads(self.conversation))
-
-
-class ResponseStore:
-    """Responses by owner and id. No owner can read, delete or continue another's. Usable from any thread."""
-
-    def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._responses: dict[str, dict[str, StoredResponse]] = {}  # by owner, from the oldest
-        self._num_bytes: Counter[str] = Counter()  # by owner
-        self._lock = threading.Lock()
-
-    def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Drops the oldest responses of the owner with the most bytes to make room. One over the limit is not kept."""
-        with self._lock:
-            if response.num_bytes > self._max_bytes:
-                return
-            self._responses.setdefault(owner, {})[response_id] = response
-            self._num_bytes[owner] += response.num_bytes
-            while self._num_bytes.total() > self._max_bytes:
-                richest = max(self._num_bytes, key=self._num_bytes.__getitem__)
-                self._remove(richest, next(iter(self._responses[richest])))
-
-    async def settled(self) -> None:
-        """Returns at once, because all lookups use this store."""
-
-    def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        with self._lock:
-            return self._responses.get(owner, {}).get(response_id)
-
-    def delete(self, owner: str, response_id: str) -> bool:
-        """False if there is no such response."""
-        with self._lock:
-            is_there = response_id in self._responses.get(owner, {})
-            if is_there:
-                self._remove(owner, response_id)
-            return is_there
-
-    def _remove(self, owner: str, response_id: str) -> None:
-        self._num_bytes[owner] -= self._responses[owner].pop(response_id).num_bytes
-        if not self._responses[owner]:
-            del self._responses[owner], self._num_bytes[owner]
+def messages_of(stored: StoredReply) -> list[Message]:
+    """The conversation up to and including the stored response."""
+    output = _ITEMS.validate_python(json.loads(stored.reply)["output"])
+    return template_messages(output, json.loads(stored.conversation))

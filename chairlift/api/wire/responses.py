@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
 
 from chairlift.api.answers.structure import WantedStructure, the_only_one
-from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.body import Body, Written
 from chairlift.api.wire.checks import OneOf, by_type, only, only_types, type_of
-from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.custom_tools import CalledCustomTool, TextTool
 from chairlift.api.wire.generation import (
     FOR_CACHING,
@@ -374,7 +372,3 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
         )
-
-
-Conversation = ChatCompletionRequest | ResponsesRequest | MessagesRequest
-"""The bodies that ask for the answer to a conversation."""

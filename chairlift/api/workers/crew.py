@@ -13,7 +13,6 @@ from typing import TypeVar
 from chairlift.api import ServerConfig
 from chairlift.api.http.access import gather_keys
 from chairlift.api.http.listening import Listener
-from chairlift.api.replies.responses import ResponseStore
 from chairlift.api.server import (
     EXIT_CUT_SHORT,
     EXIT_ENGINE_DIED,
@@ -25,6 +24,7 @@ from chairlift.api.server import (
     reporting,
     short_pauses,
 )
+from chairlift.api.store import ReplyStore
 from chairlift.api.telemetry.metrics import SCRAPE_INTERVAL_S, Counts
 from chairlift.api.telemetry.pace import Paced
 from chairlift.api.workers.nursery import FORWARDED_SIGNALS, IS_POSSIBLE, Nursery, WorkerProcess
@@ -138,7 +138,7 @@ class Crew:
         self._nursery = nursery
         self._size = size
         self._keys = gather_keys(config)
-        self.store = ResponseStore()
+        self.store = ReplyStore()
         self.read_books = Paced(self._read_books, SCRAPE_INTERVAL_S)
         self._workers: set[_Worker] = set()  # that are connected
         self._ending: set[_Worker] = set()  # whose processes may still be there

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 from chairlift.api import ServerConfig
-from chairlift.api.app import Api, SharedState
+from chairlift.api.app import Api
 from chairlift.api.http.access import KeyLimits
 from chairlift.api.http.listening import Listener
-from chairlift.api.replies.responses import StoredResponse
 from chairlift.api.server import EXIT_ENGINE_DIED, Handlers, serve_api
+from chairlift.api.service import SharedState
+from chairlift.api.store import StoredReply
 from chairlift.api.telemetry.log import set_up_logging
 from chairlift.api.telemetry.metrics import Counts
 from chairlift.config import ResolvedConfig
@@ -46,17 +47,17 @@ class Welcome:
 
 
 class _Store:
-    """The responses that the engine's process keeps; see `jobs.Store`."""
+    """The responses that the engine's process keeps; see `store.Store`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._unsettled: set[Future[Any]] = set()
-        self._found: weakref.WeakValueDictionary[tuple[str, str], StoredResponse] = weakref.WeakValueDictionary()
+        self._found: weakref.WeakValueDictionary[tuple[str, str], StoredReply] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        kept = self._begin("keep", owner, response_id, response)
+    def keep(self, owner: str, reply_id: str, reply: StoredReply) -> None:
+        kept = self._begin("keep", owner, reply_id, reply)
         self._unsettled.add(kept)
         kept.add_done_callback(self._unsettled.discard)
 
@@ -64,16 +65,16 @@ class _Store:
         unsettled = [asyncio.shield(asyncio.wrap_future(kept)) for kept in tuple(self._unsettled)]
         await asyncio.gather(*unsettled, return_exceptions=True)
 
-    def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        """See `jobs.Store`. All who read a response at the same time share one copy."""
-        found: StoredResponse | None = self._ask("find", owner, response_id)
+    def find(self, owner: str, reply_id: str) -> StoredReply | None:
+        """See `store.Store`. All who read a response at the same time share one copy."""
+        found: StoredReply | None = self._ask("find", owner, reply_id)
         if found is None:
             return None
         with self._lock:
-            return self._found.setdefault((owner, response_id), found)
+            return self._found.setdefault((owner, reply_id), found)
 
-    def delete(self, owner: str, response_id: str) -> bool:
-        return bool(self._ask("delete", owner, response_id))
+    def delete(self, owner: str, reply_id: str) -> bool:
+        return bool(self._ask("delete", owner, reply_id))
 
     def _ask(self, *args: str) -> Any:
         """Blocks, so it must not be called in the event loop's thread."""
@@ -140,7 +141,7 @@ async def _serve(parent: socket.socket, welcome: Welcome) -> int:
         return link.stats, own
 
     api = Api(llm, welcome.config, SharedState(welcome.keys, _Store(link), read_books, welcome.engine_pid))
-    link.offer("counts", lambda: api.counts)
+    link.offer("counts", lambda: api.service.counts)
     watching = asyncio.create_task(link.watch(welcome.config.worker_timeout), name="chairlift-engine-watch")
     with Listener(welcome.config, is_shared=True) as listener:
         code = await serve_api(api, llm, welcome.config, listener, signals.catch, partial(link.ask, "ready"))

@@ -1,0 +1,14 @@
+"""What Anthropic's clients expect in another form than OpenAI's: errors, and the header that holds their key."""
+
+from chairlift.api.errors import Convention, ErrorReply
+from chairlift.api.wire.anthropic_message import AnthropicErrorBody
+
+PATH = "/v1/messages"
+KEY_HEADER = "x-api-key"
+
+
+def _error_body(error: ErrorReply, request_id: str | None) -> AnthropicErrorBody:
+    return AnthropicErrorBody.of(error.status, error.detail, request_id, error.excess)
+
+
+CONVENTION = Convention(PATH, _error_body, KEY_HEADER)

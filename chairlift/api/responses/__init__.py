@@ -1,0 +1,1 @@
+"""OpenAI's Responses: answers in items and named events, which the server keeps if asked to."""

@@ -21,7 +21,7 @@ from chairlift.api.openai.tokens import DetokenizeRequest
 from chairlift.api.wire.complaints import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
-from tests.api.anthropic_support import MESSAGES
+from tests.api.anthropic.support import MESSAGES
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
 from tests.api.fault_support import RawClient, connect, forward_of, held, post, serving, until_idle

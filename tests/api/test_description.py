@@ -18,11 +18,11 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from chairlift.api.anthropic.request import CountTokensRequest, MessagesRequest
 from chairlift.api.app import ROUTES, Api
 from chairlift.api.description import fields_of, openapi_document, page_with_tables
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH
-from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.marks import Fate, Refused
 from chairlift.api.wire.responses import ResponsesRequest

@@ -8,11 +8,11 @@ import pytest
 from pydantic import BaseModel
 
 from chairlift.api.answers import AnswerReader, ToolFamily
-from chairlift.api.replies.anthropic import MessagesReply
+from chairlift.api.anthropic.reply import MessagesReply
+from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.wire.anthropic import MessagesRequest
+from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
-from tests.api.anthropic_support import WEATHER, posted
+from tests.api.anthropic.support import WEATHER, posted
 from tests.api.conftest import Server
 
 IMAGE = "[image left out: this model reads text only]"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.wire.anthropic import MessagesRequest
+from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from tests.api.conftest import Server

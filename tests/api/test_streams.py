@@ -16,12 +16,12 @@ from openai.types.completion_usage import PromptTokensDetails
 from chairlift.api import ServerConfig
 from chairlift.api.answers import AnswerReader
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.anthropic.events import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
+from chairlift.api.anthropic.reply import MessagesReply
+from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.http.event_stream import EventStream
 from chairlift.api.replies.answer import Part
-from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.wire.anthropic import MessagesRequest
-from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
 from chairlift.api.wire.events import BLANK, TextEvent, event
 from chairlift.api.wire.response_object import Event

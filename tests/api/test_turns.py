@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from chairlift.api.turns import TURNS_WARNING, speakers_in_turn
-from tests.api.anthropic_support import COUNT_TOKENS, MESSAGES, error_of, posted
+from tests.api.anthropic.support import COUNT_TOKENS, MESSAGES, error_of, posted
 from tests.api.conftest import Server, serving
 from tests.support.scripted_model import HYBRID, install_plan, make_thinking_checkpoint
 

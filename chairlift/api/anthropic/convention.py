@@ -1,7 +1,7 @@
 """What Anthropic's clients expect in another form than OpenAI's: errors, and the header that holds their key."""
 
+from chairlift.api.anthropic.errors import AnthropicErrorBody
 from chairlift.api.errors import Convention, ErrorReply
-from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 
 PATH = "/v1/messages"
 KEY_HEADER = "x-api-key"

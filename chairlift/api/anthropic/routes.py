@@ -1,12 +1,14 @@
 """The endpoints of Messages, and the jobs that their bodies become."""
 
 from chairlift.api.anthropic.convention import KEY_HEADER, PATH
+from chairlift.api.anthropic.errors import AnthropicErrorBody
+from chairlift.api.anthropic.events import MessagesEvent
+from chairlift.api.anthropic.message import AnthropicMessage, TokenCount
+from chairlift.api.anthropic.reply import MessagesReply
+from chairlift.api.anthropic.request import CountTokensRequest, MessagesRequest
 from chairlift.api.http.access import Client
 from chairlift.api.jobs import Job, JobMaker
-from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.routes import Route, at_once, generating
-from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
-from chairlift.api.wire.anthropic_message import AnthropicErrorBody, AnthropicMessage, MessagesEvent, TokenCount
 
 
 def _read(jobs: JobMaker, body: MessagesRequest, client: Client) -> Job:

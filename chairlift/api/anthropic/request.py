@@ -14,7 +14,7 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.structure import WantedStructure, make_structure, the_only_one
-from chairlift.api.wire.anthropic_turns import (
+from chairlift.api.anthropic.turns import (
     CacheControl,
     ModelTurn,
     ResultTurn,

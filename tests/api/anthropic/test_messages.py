@@ -11,9 +11,9 @@ from anthropic.types import Message
 
 from chairlift.api import ServerConfig
 from chairlift.api.answers import ToolFamily
-from chairlift.api.wire.anthropic import MessagesRequest
-from tests.api import anthropic_support
-from tests.api.anthropic_support import ANSWER, QUESTION, WEATHER, anthropic_client, events_of, posted, whole_of
+from chairlift.api.anthropic.request import MessagesRequest
+from tests.api.anthropic import support as anthropic_support
+from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, anthropic_client, events_of, posted, whole_of
 from tests.api.conftest import MAX_SEQ_LEN, Server, serving
 from tests.api.fault_support import forward_of, held
 from tests.support.scripted_model import END_TOKEN, HYBRID, Script, install, make_thinking_checkpoint

@@ -1,4 +1,4 @@
-"""How `/v1/messages` presents its outputs: blocks that grow, and their events."""
+"""What `/v1/messages` makes of outputs: blocks that grow, and their events."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -8,9 +8,10 @@ from uuid import uuid4
 from chairlift.api.answers import NewReader
 from chairlift.api.answers.mending import arguments_of
 from chairlift.api.answers.text import CallPiece, ReasoningPiece
+from chairlift.api.anthropic import events, message
+from chairlift.api.anthropic.errors import AnthropicErrorBody
+from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.replies.answer import ConversationReply, Part
-from chairlift.api.wire import anthropic_message as wire
-from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.api.wire.events import event
 from chairlift.api.wire.usage import Usage
@@ -21,7 +22,7 @@ from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 class MessagesReply(ConversationReply):
     """One message."""
 
-    keep_alive = event(wire.Ping())
+    keep_alive = event(events.Ping())
 
     def __init__(self, body: MessagesRequest, model: str, vocabulary: Vocabulary, new_reader: NewReader) -> None:
         super().__init__(vocabulary, 0, new_reader)
@@ -31,7 +32,7 @@ class MessagesReply(ConversationReply):
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
 
-    def whole(self, outputs: list[RequestOutput]) -> wire.AnthropicMessage:
+    def whole(self, outputs: list[RequestOutput]) -> message.AnthropicMessage:
         (output,) = outputs
         (choice,) = output.outputs
         self._answer.read(choice.text, choice.finish_reason)
@@ -43,69 +44,69 @@ class MessagesReply(ConversationReply):
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
         is_first, self._latest = self._latest is None, output
-        events = [event(wire.MessageStart(message=self._message(output)))] if is_first else []
+        told = [event(events.MessageStart(message=self._message(output)))] if is_first else []
         (choice,) = output.outputs
         news = self._progress.advance(choice)
         if news is None:
-            return events
-        events += self._take(news.text, news.finish_reason)
-        return events + ([] if news.finish_reason is None else self._close())
+            return told
+        told += self._take(news.text, news.finish_reason)
+        return told + ([] if news.finish_reason is None else self._close())
 
     def closing(self) -> list[str]:
         assert self._latest is not None, "a generation has at least one output"
-        end, usage = self._end(self._latest.outputs[0]), wire.MessageUsage.of(Usage.of([self._latest]))
-        return [event(wire.MessageDelta(delta=end, usage=usage)), event(wire.MessageStop())]
+        end, usage = self._end(self._latest.outputs[0]), message.MessageUsage.of(Usage.of([self._latest]))
+        return [event(events.MessageDelta(delta=end, usage=usage)), event(events.MessageStop())]
 
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
-        return [event(wire.AnthropicErrorBody.of(status, detail))]
+        return [event(AnthropicErrorBody.of(status, detail))]
 
-    def _message(self, output: RequestOutput, **more: Any) -> wire.AnthropicMessage:
-        return wire.AnthropicMessage(
-            id=self.id, model=self._model, usage=wire.MessageUsage.of(Usage.of([output])), **more
+    def _message(self, output: RequestOutput, **more: Any) -> message.AnthropicMessage:
+        return message.AnthropicMessage(
+            id=self.id, model=self._model, usage=message.MessageUsage.of(Usage.of([output])), **more
         )
 
     def _told(self, part: Part) -> str:
         """The part's text, as far as the client gets it."""
         return part.text if self._shows_thoughts or part.kind is not ReasoningPiece else ""
 
-    def _block(self, part: Part, text: str, is_whole: bool = True) -> wire.Block:
+    def _block(self, part: Part, text: str, is_whole: bool = True) -> message.Block:
         if part.kind is CallPiece:
             call_id = f"toolu_{part.call_id.removeprefix('call_')}"
-            return wire.MadeCall(id=call_id, name=part.name, input=arguments_of(text))
+            return message.MadeCall(id=call_id, name=part.name, input=arguments_of(text))
         if part.kind is ReasoningPiece:
-            return wire.Thoughts(thinking=text, signature=_signature(text) if is_whole else "")
-        return wire.SaidText(text=text)
+            return message.Thoughts(thinking=text, signature=_signature(text) if is_whole else "")
+        return message.SaidText(text=text)
 
     def _opening_of(self, part: Part) -> list[str]:
-        return [event(wire.ContentBlockStart(index=part.index, content_block=self._block(part, "", False)))]
+        return [event(events.ContentBlockStart(index=part.index, content_block=self._block(part, "", False)))]
 
     def _grow(self, part: Part, text: str) -> list[str]:
         return super()._grow(part, text) if self._shows_thoughts or part.kind is not ReasoningPiece else []
 
-    def _delta(self, part: Part, text: str) -> wire.ContentBlockDelta:
-        delta: wire.TextDelta | wire.ThinkingDelta | wire.InputJsonDelta = wire.TextDelta(text=text)
+    def _delta(self, part: Part, text: str) -> events.ContentBlockDelta:
+        delta: events.TextDelta | events.ThinkingDelta | events.InputJsonDelta = events.TextDelta(text=text)
         if part.kind is ReasoningPiece:
-            delta = wire.ThinkingDelta(thinking=text)
+            delta = events.ThinkingDelta(thinking=text)
         elif part.kind is CallPiece:
-            delta = wire.InputJsonDelta(partial_json=text)
-        return wire.ContentBlockDelta(index=part.index, delta=delta)
+            delta = events.InputJsonDelta(partial_json=text)
+        return events.ContentBlockDelta(index=part.index, delta=delta)
 
     def _close(self) -> list[str]:
         part, self._open = self._open, None
         if part is None:
             return []
-        stop = event(wire.ContentBlockStop(index=part.index))
+        stop = event(events.ContentBlockStop(index=part.index))
         if part.kind is not ReasoningPiece:
             return [stop]
-        signature = wire.SignatureDelta(signature=_signature(self._told(part)))
-        return [event(wire.ContentBlockDelta(index=part.index, delta=signature)), stop]
+        signature = events.SignatureDelta(signature=_signature(self._told(part)))
+        return [event(events.ContentBlockDelta(index=part.index, delta=signature)), stop]
 
-    def _end(self, choice: CompletionOutput) -> wire.MessageEnd:
+    def _end(self, choice: CompletionOutput) -> events.MessageEnd:
         if choice.finish_reason is FinishReason.STOP and choice.stop_reason in self._stop_sequences:
-            return wire.MessageEnd(stop_reason="stop_sequence", stop_sequence=str(choice.stop_reason))
-        return wire.MessageEnd(stop_reason=self._stop_reason(choice))
+            return events.MessageEnd(stop_reason="stop_sequence", stop_sequence=str(choice.stop_reason))
+        return events.MessageEnd(stop_reason=self._stop_reason(choice))
 
-    def _stop_reason(self, choice: CompletionOutput) -> wire.StopReason:
+    def _stop_reason(self, choice: CompletionOutput) -> message.StopReason:
         match choice.finish_reason:
             case FinishReason.STOP:
                 return "tool_use" if self._answer.calls else "end_turn"

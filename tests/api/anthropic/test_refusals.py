@@ -8,8 +8,8 @@ import pytest
 
 from chairlift.api import ServerConfig
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
-from tests.api import anthropic_support
-from tests.api.anthropic_support import ANSWER, MESSAGES, QUESTION, WEATHER, error_of, events_of, posted, whole_of
+from tests.api.anthropic import support as anthropic_support
+from tests.api.anthropic.support import ANSWER, MESSAGES, QUESTION, WEATHER, error_of, events_of, posted, whole_of
 from tests.api.conftest import Server, serving
 
 ASKED: dict[str, Any] = {"max_tokens": 20, "messages": QUESTION}

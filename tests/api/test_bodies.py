@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from chairlift.api import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
+from chairlift.api.openai.chat import ChatCompletionRequest
 from chairlift.api.openai.tokens import DetokenizeRequest
 from chairlift.api.wire.complaints import complaint_of
-from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
 from tests.api.anthropic.support import MESSAGES
 from tests.api.conftest import Server

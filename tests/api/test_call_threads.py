@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from chairlift.api.http import bodies as module
 from chairlift.api.http.bodies import CallThreads
 from chairlift.api.openai import routes
-from chairlift.api.replies.choices import ChatReply
+from chairlift.api.openai.replies import ChatReply
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 from chairlift.params import RequestOutput
 from tests.api.conftest import Server

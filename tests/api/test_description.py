@@ -22,10 +22,11 @@ from chairlift.api.anthropic.request import CountTokensRequest, MessagesRequest
 from chairlift.api.app import ROUTES, Api
 from chairlift.api.description import fields_of, openapi_document, page_with_tables
 from chairlift.api.errors import error_reply
+from chairlift.api.openai.chat import ChatCompletionRequest
+from chairlift.api.openai.completions import CompletionRequest
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH
-from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
+from chairlift.api.responses.request import ResponsesRequest
 from chairlift.api.wire.marks import Fate, Refused
-from chairlift.api.wire.responses import ResponsesRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from chairlift.api import ServerConfig
-from chairlift.api.wire.completions import ChatCompletionRequest
+from chairlift.api.openai.chat import ChatCompletionRequest
 from chairlift.params import MAX_PRIORITY, RequestOptions
 from tests.api.conftest import MAX_SEQ_LEN, Server, client_of, serving
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, counts, error_of, post, text_of, user, whole_and_chunks

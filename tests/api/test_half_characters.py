@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from chairlift.api.answers import AnswerReader, ToolFamily
 from chairlift.api.anthropic.reply import MessagesReply
 from chairlift.api.anthropic.request import MessagesRequest
-from chairlift.api.replies.choices import ChatReply, CompletionReply
+from chairlift.api.openai.chat import ChatCompletionRequest
+from chairlift.api.openai.replies import ChatReply, CompletionReply
 from chairlift.api.replies.reply import Reply
-from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.wire.completions import ChatCompletionRequest
-from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.api.responses.reply import ResponsesReply
+from chairlift.api.responses.request import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, user

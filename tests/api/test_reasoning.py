@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from chairlift.api import ServerConfig
 from chairlift.api.answers import ReasoningFamily, ToolFamily
-from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.api.responses.request import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server, SharedServer
 from tests.api.contract import (

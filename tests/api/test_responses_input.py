@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from chairlift.api.description import fields_of
 from chairlift.api.errors import error_reply
-from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
+from chairlift.api.openai.chat import ChatCompletionRequest
+from chairlift.api.openai.completions import CompletionRequest
+from chairlift.api.responses.request import ResponsesRequest
 from chairlift.api.wire.extras import EngineExtras
-from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
 

@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from chairlift.api.answers import AnswerReader, ToolFamily
-from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.api.responses.reply import ResponsesReply
+from chairlift.api.responses.request import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from tests.api.conftest import Server
 from tests.api.contract import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, post, serving, without_identity

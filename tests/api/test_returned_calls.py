@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from chairlift.api.anthropic.request import MessagesRequest
-from chairlift.api.wire.completions import ChatCompletionRequest
-from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.api.openai.chat import ChatCompletionRequest
+from chairlift.api.responses.request import ResponsesRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, post, user
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.api.replies.scores import four_lists, scored
+from chairlift.api.openai.scores import four_lists
+from chairlift.api.replies.scores import scored
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import Logprob
 from tests.engine.tokenizers_made import make_llama2_like, make_metaspace_unigram

@@ -20,12 +20,12 @@ from chairlift.api.anthropic.events import ContentBlockDelta, InputJsonDelta, Te
 from chairlift.api.anthropic.reply import MessagesReply
 from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.http.event_stream import EventStream
+from chairlift.api.openai.chat import ChatChunkChoice, ChatCompletionChunk, Delta
 from chairlift.api.replies.answer import Part
-from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
+from chairlift.api.responses.reply import ResponsesReply
+from chairlift.api.responses.request import ResponsesRequest
+from chairlift.api.responses.response_object import Event
 from chairlift.api.wire.events import BLANK, TextEvent, event
-from chairlift.api.wire.response_object import Event
-from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import SamplingParams
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, counts, post, serving, user, whole_and_chunks

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from chairlift.api import ServerConfig
 from chairlift.api.answers.dialect import Dialect
 from chairlift.api.answers.text import CallPiece, ContentPiece
-from chairlift.api.wire.completions import ChatCompletionRequest
+from chairlift.api.openai.chat import ChatCompletionRequest
 from tests.api.conftest import Server
 from tests.api.contract import check_chat, counts, user
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.truncation import encode_end
+from chairlift.api.responses.truncation import encode_end
 from chairlift.engine.text.chat_template import Message
 from chairlift.errors import ContextLengthExceeded
 from tests.api.conftest import MAX_SEQ_LEN, Server

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
-from chairlift.api.replies.choices import CompletionReply
-from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.openai.completions import CompletionRequest
+from chairlift.api.openai.replies import CompletionReply
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput
 from tests.api.conftest import Server

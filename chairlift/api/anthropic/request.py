@@ -26,16 +26,9 @@ from chairlift.api.anthropic.turns import (
 )
 from chairlift.api.wire.body import Body, Label
 from chairlift.api.wire.checks import only, only_types
-from chairlift.api.wire.generation import (
-    SENDER,
-    GenerationRequest,
-)
+from chairlift.api.wire.conversation import ToolChoiceMode, ToolUse, effort_arguments
+from chairlift.api.wire.generation import SENDER, GenerationRequest
 from chairlift.api.wire.marks import Ignored, Refused
-from chairlift.api.wire.messages import (
-    ToolChoiceMode,
-    ToolUse,
-    effort_arguments,
-)
 from chairlift.api.wire.tools import LeftOutTool, known_or_left_out
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest

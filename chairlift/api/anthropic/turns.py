@@ -9,10 +9,10 @@ from pydantic import Field, StrictBool
 
 from chairlift.api.wire.body import Body, Written
 from chairlift.api.wire.checks import OneOf, by_type, only_types
+from chairlift.api.wire.conversation import ARGUMENTS, is_of_assistant, template_call, template_message
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.marks import Ignored
-from chairlift.api.wire.messages import ARGUMENTS, is_of_assistant, template_call, template_message
 from chairlift.engine.text.chat_template import Message
 
 CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]

@@ -2,16 +2,11 @@
 
 from chairlift.api.http.access import Client
 from chairlift.api.jobs import Job, JobMaker
+from chairlift.api.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from chairlift.api.openai.completions import Completion, CompletionRequest
+from chairlift.api.openai.replies import ChatReply, CompletionReply
 from chairlift.api.openai.tokens import TOKEN_ROUTES
-from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.routes import Route, generating
-from chairlift.api.wire.completions import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-)
 
 
 def _read_chat(jobs: JobMaker, body: ChatCompletionRequest, client: Client) -> Job:

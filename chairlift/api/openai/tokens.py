@@ -7,10 +7,10 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from chairlift.api.endpoints import json_reply
 from chairlift.api.jobs import JobMaker
+from chairlift.api.openai.rendering import AnyMessage, Rendering
 from chairlift.api.routes import Route, at_once
 from chairlift.api.service import Service
 from chairlift.api.wire.body import Body, LeftOutIfNone, TokenIds
-from chairlift.api.wire.rendering import AnyMessage, Rendering
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.errors import InvalidRequest
 

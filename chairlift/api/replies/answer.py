@@ -9,7 +9,6 @@ from chairlift.api.answers import AnswerReader, NewReader
 from chairlift.api.answers.text import CallPiece, Piece
 from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.scores import ScoredPosition, scored
-from chairlift.api.wire.completions import WireFinishReason
 from chairlift.api.wire.events import BLANK, NamedEvent, TextEvent
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
@@ -58,10 +57,6 @@ class Answer:
         call_id = f"call_{uuid4().hex[:24]}" if issubclass(kind, CallPiece) else ""
         self.parts.append(Part(kind, len(self.parts), name, call_id))
         return self.parts[-1]
-
-    def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
-        """The reason, or "tool_calls" for an answer that made calls and ended normally."""
-        return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
     def _part_of(self, piece: Piece) -> Part:
         """A call begins with its name, any other part where the kind of text changes."""

@@ -10,13 +10,14 @@ from pydantic_core import to_json
 from chairlift.api.endpoints import json_reply
 from chairlift.api.http.access import Client
 from chairlift.api.jobs import EncodedChat, Job, JobMaker
-from chairlift.api.replies.responses import ResponsesReply, messages_of
+from chairlift.api.responses.items import messages_of
+from chairlift.api.responses.reply import ResponsesReply
+from chairlift.api.responses.request import ResponsesRequest
+from chairlift.api.responses.response_object import DeletedResponse, ResponseObject, ResponsesEvent
+from chairlift.api.responses.truncation import encode_end
 from chairlift.api.routes import Route, generating
 from chairlift.api.service import Service
 from chairlift.api.store import StoredReply
-from chairlift.api.truncation import encode_end
-from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
-from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.engine.text.chat_template import Message
 from chairlift.errors import InvalidRequest
 

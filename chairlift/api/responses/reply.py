@@ -1,13 +1,11 @@
 """What `/v1/responses` makes of outputs: items that grow, and their events."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
 
-from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from chairlift.api.answers import NewReader
@@ -15,16 +13,15 @@ from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.replies.scores import ScoredPosition
-from chairlift.api.store import StoredReply
-from chairlift.api.wire import response_object as wire
-from chairlift.api.wire.completions import TokenLogprob
-from chairlift.api.wire.custom_tools import TextTool
+from chairlift.api.responses import response_object as wire
+from chairlift.api.responses.items import ItemStatus
+from chairlift.api.responses.request import ResponsesRequest
+from chairlift.api.responses.tools import FunctionTool, TextTool
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.api.wire.events import event
-from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
-from chairlift.api.wire.tools import FunctionTool, LeftOutTool
+from chairlift.api.wire.scores import TokenLogprob
+from chairlift.api.wire.tools import LeftOutTool
 from chairlift.api.wire.usage import Usage
-from chairlift.engine.text.chat_template import Message
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
@@ -48,7 +45,6 @@ _REPEATED = {  # fields of the request, repeated unchanged
 MAX_REPEATED_BYTES = 2**20
 """Limit on what a reply repeats of its request, without the instructions."""
 
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
 _NUMBER = '"sequence_number":0'  # no text comes before it
 
 
@@ -277,9 +273,3 @@ def _used(tool: FunctionTool | TextTool) -> wire.UsedTool | wire.UsedCustomTool:
     return wire.UsedTool(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict)
     )
-
-
-def messages_of(stored: StoredReply) -> list[Message]:
-    """The conversation up to and including the stored response."""
-    output = _ITEMS.validate_python(json.loads(stored.reply)["output"])
-    return template_messages(output, json.loads(stored.conversation))

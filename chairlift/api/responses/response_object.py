@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, RootModel
 
+from chairlift.api.responses.items import ItemStatus
 from chairlift.api.wire.body import LeftOutIfNone
-from chairlift.api.wire.completions import TokenLogprob
+from chairlift.api.wire.conversation import Effort
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.api.wire.events import NamedEvent
-from chairlift.api.wire.messages import Effort
-from chairlift.api.wire.responses import ItemStatus
+from chairlift.api.wire.scores import TokenLogprob
 from chairlift.api.wire.usage import Usage
 
 

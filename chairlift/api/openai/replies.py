@@ -1,4 +1,4 @@
-"""How `/v1/completions` and `/v1/chat/completions` present their outputs: as choices."""
+"""What `/v1/completions` and `/v1/chat/completions` make of outputs: choices."""
 
 import time
 from abc import abstractmethod
@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from chairlift.api.answers import NewReader
 from chairlift.api.answers.custom import CustomCallPiece
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.openai import chat, completions
+from chairlift.api.openai.request import StreamOptions
+from chairlift.api.openai.scores import four_lists, prompt_logprobs, scored_prompt
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
@@ -19,25 +22,24 @@ from chairlift.api.replies.answer import (
     Part,
 )
 from chairlift.api.replies.reply import Reply
-from chairlift.api.replies.scores import ScoredPosition, four_lists, prompt_logprobs, scored_prompt
-from chairlift.api.wire import completions as wire
+from chairlift.api.replies.scores import ScoredPosition
 from chairlift.api.wire.errors import ErrorBody, ErrorDetail
 from chairlift.api.wire.events import BLANK, DONE, TextEvent, event
-from chairlift.api.wire.generation import StreamOptions
+from chairlift.api.wire.scores import TokenLogprob
 from chairlift.api.wire.usage import Usage
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import CompletionOutput, RequestOutput
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
 
 class _ChoicesReply(Reply):
     """What both share: identity, usage, and how streams end. Keeps only what it needs of a body, which may be large."""
 
     _prefix: ClassVar[str]
-    _chunk_type: ClassVar[type[wire.Completion | wire.ChatCompletionChunk]]
+    _chunk_type: ClassVar[type[completions.Completion | chat.ChatCompletionChunk]]
 
     def __init__(
-        self, body: wire.CompletionRequest | wire.ChatCompletionRequest, model: str, fingerprint: str | None
+        self, body: completions.CompletionRequest | chat.ChatCompletionRequest, model: str, fingerprint: str | None
     ) -> None:
         self.id = f"{self._prefix}-{uuid4().hex}"
         self._head: dict[str, Any] = {
@@ -93,11 +95,11 @@ class ChatReply(_ChoicesReply):
     """One reply to one conversation."""
 
     _prefix = "chatcmpl"
-    _chunk_type = wire.ChatCompletionChunk
+    _chunk_type = chat.ChatCompletionChunk
 
     def __init__(
         self,
-        body: wire.ChatCompletionRequest,
+        body: chat.ChatCompletionRequest,
         model: str,
         vocabulary: Vocabulary,
         new_reader: NewReader,
@@ -111,7 +113,7 @@ class ChatReply(_ChoicesReply):
 
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
         (output,) = outputs
-        return wire.ChatCompletion(
+        return chat.ChatCompletion(
             **self._head,
             choices=[self._whole_choice(choice) for choice in output.outputs],
             usage=Usage.of(outputs),
@@ -124,27 +126,27 @@ class ChatReply(_ChoicesReply):
         super().opening(prompts)
         events: list[str] = []
         for index in range(len(self._answers)):
-            choice = wire.ChatChunkChoice(index=index, delta=wire.Delta(role="assistant", content=""))
+            choice = chat.ChatChunkChoice(index=index, delta=chat.Delta(role="assistant", content=""))
             tokens = prompts[0] if self._tells_tokens and index == 0 else None
             events.append(event(self._chunk([choice], prompt_token_ids=tokens)))
         return events
 
-    def _whole_choice(self, choice: CompletionOutput) -> wire.ChatChoice:
+    def _whole_choice(self, choice: CompletionOutput) -> chat.ChatChoice:
         news = self._progress[choice.index].advance(choice)
         answer = self._answers[choice.index]
         answer.read(choice.text, choice.finish_reason)
         content, thoughts = answer.text_of(ContentPiece), answer.text_of(ReasoningPiece) or None
         calls = [_call(call, call, call.text) for call in answer.calls]
-        return wire.ChatChoice(
+        return chat.ChatChoice(
             index=choice.index,
-            message=wire.AssistantMessage(
+            message=chat.AssistantMessage(
                 content=content or (None if calls else ""),
                 reasoning=thoughts,
                 reasoning_content=thoughts,
                 tool_calls=calls or None,
             ),
             logprobs=self._logprobs(news.positions if news else []),
-            finish_reason=answer.finish_reason(choice.finish_reason),
+            finish_reason=_finish_reason(answer, choice.finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._tells_tokens else None,
         )
@@ -162,12 +164,12 @@ class ChatReply(_ChoicesReply):
 
     def _chunk_choices(
         self, choice: CompletionOutput, pieces: list[tuple[Part, Piece]], news: News
-    ) -> list[wire.ChatChunkChoice]:
+    ) -> list[chat.ChatChunkChoice]:
         choices = [self._piece_choice(choice.index, part, piece) for part, piece in pieces]
         if news.finish_reason is not None:
-            reason = self._answers[choice.index].finish_reason(news.finish_reason)
-            end = wire.ChatChunkChoice(
-                index=choice.index, delta=wire.Delta(), finish_reason=reason, stop_reason=choice.stop_reason
+            reason = _finish_reason(self._answers[choice.index], news.finish_reason)
+            end = chat.ChatChunkChoice(
+                index=choice.index, delta=chat.Delta(), finish_reason=reason, stop_reason=choice.stop_reason
             )
             choices.append(end)
         token_ids = news.token_ids if self._tells_tokens else None
@@ -179,31 +181,36 @@ class ChatReply(_ChoicesReply):
             choices[0].token_ids = token_ids
         return choices
 
-    def _piece_choice(self, index: int, part: Part, piece: Piece) -> wire.ChatChunkChoice:
+    def _piece_choice(self, index: int, part: Part, piece: Piece) -> chat.ChatChunkChoice:
         if not isinstance(piece, CallPiece):
             return self._text_choice(index, part.kind, piece.text)
         call = _call(part, part if piece.name is not None else None, piece.text, piece.index)
-        return wire.ChatChunkChoice(index=index, delta=wire.Delta(tool_calls=[call]))
+        return chat.ChatChunkChoice(index=index, delta=chat.Delta(tool_calls=[call]))
 
-    def _text_choice(self, index: int, kind: type[Piece], text: str) -> wire.ChatChunkChoice:
+    def _text_choice(self, index: int, kind: type[Piece], text: str) -> chat.ChatChunkChoice:
         is_content = kind is ContentPiece
-        delta = wire.Delta(content=text) if is_content else wire.Delta(reasoning=text, reasoning_content=text)
-        return wire.ChatChunkChoice(index=index, delta=delta)
+        delta = chat.Delta(content=text) if is_content else chat.Delta(reasoning=text, reasoning_content=text)
+        return chat.ChatChunkChoice(index=index, delta=delta)
 
-    def _logprobs(self, positions: list[ScoredPosition]) -> wire.ChoiceLogprobs | None:
+    def _logprobs(self, positions: list[ScoredPosition]) -> chat.ChoiceLogprobs | None:
         if not self._has_logprobs:
             return None
-        return wire.ChoiceLogprobs(content=[cast(wire.TokenLogprob, position.as_fields()) for position in positions])
+        return chat.ChoiceLogprobs(content=[cast(TokenLogprob, position.as_fields()) for position in positions])
 
 
-def _call(part: Part, named: Part | None, text: str, index: int | None = None) -> wire.MessageToolCall:
+def _finish_reason(answer: Answer, reason: FinishReason | None) -> chat.WireFinishReason | None:
+    """The reason, or "tool_calls" for an answer that made calls and ended normally."""
+    return "tool_calls" if reason is FinishReason.STOP and answer.calls else reason
+
+
+def _call(part: Part, named: Part | None, text: str, index: int | None = None) -> chat.MessageToolCall:
     """`named`: the call, in the piece that introduces it."""
     name = None if named is None else named.name
-    call = wire.MessageToolCall(index=index)
+    call = chat.MessageToolCall(index=index)
     if part.kind is CustomCallPiece:
-        call.custom = wire.CustomCall(name=name, input=text)
+        call.custom = chat.CustomCall(name=name, input=text)
     else:
-        call.function = wire.FunctionCall(name=name, arguments=text)
+        call.function = chat.FunctionCall(name=name, arguments=text)
     if named is not None:
         call.id, call.type = named.call_id, "function" if call.custom is None else "custom"
     return call
@@ -221,10 +228,10 @@ class CompletionReply(_ChoicesReply):
     """One reply. Choices are numbered over all prompts of the request."""
 
     _prefix = "cmpl"
-    _chunk_type = wire.Completion
+    _chunk_type = completions.Completion
 
     def __init__(
-        self, body: wire.CompletionRequest, model: str, inputs: InputProcessor, fingerprint: str | None = None
+        self, body: completions.CompletionRequest, model: str, inputs: InputProcessor, fingerprint: str | None = None
     ) -> None:
         super().__init__(body, model, fingerprint)
         self._has_echo = bool(body.echo)
@@ -235,7 +242,7 @@ class CompletionReply(_ChoicesReply):
         self._echoes: dict[int, _Echo] = {}  # by prompt
         self._progress: dict[int, ChoiceProgress] = {}  # by number of the choice
 
-    def whole(self, outputs: list[RequestOutput]) -> wire.Completion:
+    def whole(self, outputs: list[RequestOutput]) -> completions.Completion:
         choices = []
         for index, output in enumerate(outputs):
             scores = prompt_logprobs(output, self._num_prompt_logprobs)
@@ -243,7 +250,7 @@ class CompletionReply(_ChoicesReply):
                 whole = self._choice(index, output, choice, self._advance(index, choice), is_first=True)
                 whole.prompt_logprobs = scores
                 choices.append(whole)
-        return wire.Completion(**self._head, choices=choices, usage=Usage.of(outputs))
+        return completions.Completion(**self._head, choices=choices, usage=Usage.of(outputs))
 
     def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]:
         scores = output.prompt_logprobs
@@ -269,19 +276,19 @@ class CompletionReply(_ChoicesReply):
             self._progress[number] = ChoiceProgress(self._inputs.vocabulary, self._num_logprobs or 0)
         return self._progress[number].advance(choice)
 
-    def _text_choice(self, index: int, kind: type[Piece], text: str) -> wire.CompletionChoice:  # noqa: ARG002
-        return wire.CompletionChoice(index=index, text=text, finish_reason=None)
+    def _text_choice(self, index: int, kind: type[Piece], text: str) -> completions.CompletionChoice:  # noqa: ARG002
+        return completions.CompletionChoice(index=index, text=text, finish_reason=None)
 
     def _choice(
         self, index: int, output: RequestOutput, choice: CompletionOutput, news: News | None, is_first: bool
-    ) -> wire.CompletionChoice:
+    ) -> completions.CompletionChoice:
         """The new part of a choice; `is_first`: with the prompt, if that is part of the reply."""
         if index not in self._echoes:
             self._echoes[index] = self._echo(output)
         echo = self._echoes[index]
         news = news or News("", [], [], None)
         positions = [replace(each, offset=each.offset + len(echo.text)) for each in news.positions]
-        return wire.CompletionChoice(
+        return completions.CompletionChoice(
             index=self._number(index, choice),
             text=echo.text + news.text if is_first else news.text,
             logprobs=four_lists(echo.positions + positions if is_first else positions)

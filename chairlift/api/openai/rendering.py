@@ -6,24 +6,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
+from chairlift.api.openai.messages import AssistantTurn, ChatMessage, TextPart, text_of, with_call_ids
+from chairlift.api.openai.tools import ChatCustomTool, Tool
 from chairlift.api.wire.body import Body
 from chairlift.api.wire.checks import OneOf, by_type
-from chairlift.api.wire.custom_tools import ChatCustomTool
-from chairlift.api.wire.generation import FOR_CACHING
-from chairlift.api.wire.left_out import Attachment, attachments
-from chairlift.api.wire.messages import (
+from chairlift.api.wire.conversation import (
     PARSE_SPECIAL_TOKENS,
-    AssistantTurn,
-    ChatMessage,
     TemplateInput,
-    TextPart,
     is_of_assistant,
     role_of,
     template_message,
-    text_of,
-    with_call_ids,
 )
-from chairlift.api.wire.tools import Tool
+from chairlift.api.wire.generation import FOR_CACHING
+from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 

@@ -25,9 +25,8 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from chairlift.api import ServerConfig
-from tests.api.anthropic.support import anthropic_client
 from tests.api.conftest import Server, serving
-from tests.api.contract import client_of
+from tests.api.contract import anthropic_client, client_of
 from tests.support.scripted_model import install_plan, make_agents_checkpoint
 
 FILES = {f"file_{number}.py": f"print({number})" for number in range(4)}

@@ -5,14 +5,17 @@ log-probabilities the bundled checkpoint through transformers, in float32, witho
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from typing import Any, TypeVar
 
 import aiohttp
+import pytest
 import torch
+from anthropic import AsyncAnthropic
 from openai import BaseModel as ClientModel
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -20,6 +23,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from transformers import LlamaForCausalLM
 
+from chairlift.api.app import ROUTES
 from chairlift.models.checkpoint import find_model
 from tests.api.conftest import ENGINE as ENGINE
 from tests.api.conftest import Server
@@ -28,9 +32,19 @@ from tests.api.conftest import serving as serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 # vLLM's extensions: which stop string or token it was, and tokens where they are asked for.
 _OUR_OWN_FIELDS = {"reasoning", "reasoning_content", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 _Reply = TypeVar("_Reply", bound=ClientModel)
+
+
+def body_of(path: str) -> Any:
+    """The class of a path's bodies. Skips the test where the path's protocol was taken out."""
+    for route in ROUTES:
+        if (route.method, route.path) == ("POST", path):
+            return route.body
+    pytest.skip(f"{path} is not served")
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -44,6 +58,19 @@ async def post(server: Server, path: str, body: dict[str, Any], status: int = 20
         reply: dict[str, Any] = await response.json()
         assert response.status == status, reply
     return reply
+
+
+def anthropic_client(server: Server, key: str = "none", **options: Any) -> AsyncAnthropic:
+    """The official client, without retries of its own."""
+    return AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0, **options)
+
+
+@asynccontextmanager
+async def posted(
+    server: Server, body: Any, path: str = MESSAGES, **headers: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with aiohttp.ClientSession() as http, http.post(server.url + path, json=body, headers=headers) as response:
+        yield response
 
 
 async def warning_of(server: Server, path: str, body: dict[str, Any]) -> str | None:

@@ -21,9 +21,8 @@ from chairlift.api.openai.chat import ChatCompletionRequest
 from chairlift.api.openai.tokens import DetokenizeRequest
 from chairlift.api.wire.complaints import complaint_of
 from chairlift.errors import InvalidRequest
-from tests.api.anthropic.support import MESSAGES
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS
+from tests.api.contract import CHAT, COMPLETIONS, MESSAGES
 from tests.api.fault_support import RawClient, connect, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 

@@ -18,17 +18,25 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from chairlift.api.anthropic.request import CountTokensRequest, MessagesRequest
 from chairlift.api.app import ROUTES, Api
 from chairlift.api.description import fields_of, openapi_document, page_with_tables
 from chairlift.api.errors import error_reply
-from chairlift.api.openai.chat import ChatCompletionRequest
-from chairlift.api.openai.completions import CompletionRequest
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH
-from chairlift.api.responses.request import ResponsesRequest
 from chairlift.api.wire.marks import Fate, Refused
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    body_of,
+    chunks_of,
+    error_of,
+    get,
+    post,
+    user,
+)
 
 # --- fields
 
@@ -40,27 +48,27 @@ VLLM_FIELDS = {
 }
 VLLM_CHAT_FIELDS = {*VLLM_FIELDS, "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 BODIES = [route.body for route in ROUTES if route.body is not None]
-GENERATING: dict[type[BaseModel], dict[str, Any]] = {
-    ChatCompletionRequest: {"messages": user("hi")},
-    CompletionRequest: {"prompt": "hi"},
-    ResponsesRequest: {"input": "hi"},
+GENERATING: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": user("hi")},
+    COMPLETIONS: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
 }
 VALUES: list[Any] = [0, "", [], {}, "auto", {"type": "x"}, [{}], False]
 HINTS = {"metadata", "safety_identifier", "service_tier", "prompt_cache_key"}
 HINTS |= {"prompt_cache_retention", "prompt_cache_options"}
 EXTRAS = {"spaces_between_special_tokens", "guided_decoding_backend", "n_keep", "repeat_last_n", "mirostat_tau"}
 EXTRAS |= {"mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n"}
-FATES: dict[type[BaseModel], tuple[set[str], set[str]]] = {  # accepted without an effect, and refused
-    ChatCompletionRequest: (
+FATES: dict[str, tuple[set[str], set[str]]] = {  # accepted without an effect, and refused
+    CHAT: (
         {*HINTS, *EXTRAS, "store", "modalities"},
         {"audio", "web_search_options", "moderation"},
     ),
-    CompletionRequest: ({*HINTS, *EXTRAS, "store"}, set()),
-    ResponsesRequest: (
+    COMPLETIONS: ({*HINTS, *EXTRAS, "store"}, set()),
+    RESPONSES: (
         {*HINTS, *EXTRAS, "client_metadata", "max_tool_calls"},
         {"conversation", "prompt", "moderation", "access_programs", "image"},
     ),
-    MessagesRequest: (
+    MESSAGES: (
         {*("cache_control", "context_management", "speed", "user_profile_id", "workspace_id", "billing_policy")}
         | {"service_tier", "inference_geo", "diagnostics"},
         {"mcp_servers", "container", "compaction", "fallbacks", "fallback_credit_token", "thread"},
@@ -81,37 +89,39 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 @pytest.mark.parametrize(
-    ("body", "params", "others"),
+    ("path", "params", "others"),
     [
-        (ChatCompletionRequest, get_args(chat_params.CompletionCreateParams), VLLM_CHAT_FIELDS),
-        (CompletionRequest, get_args(completion_params.CompletionCreateParams), VLLM_FIELDS),
-        (MessagesRequest, get_args(message_params.MessageCreateParams), set()),
-        (MessagesRequest, get_args(beta_message_params.MessageCreateParams), set()),
-        (CountTokensRequest, [message_count_tokens_params.MessageCountTokensParams], set()),
-        (CountTokensRequest, [beta_count_params.MessageCountTokensParams], set()),
+        (CHAT, get_args(chat_params.CompletionCreateParams), VLLM_CHAT_FIELDS),
+        (COMPLETIONS, get_args(completion_params.CompletionCreateParams), VLLM_FIELDS),
+        (MESSAGES, get_args(message_params.MessageCreateParams), set()),
+        (MESSAGES, get_args(beta_message_params.MessageCreateParams), set()),
+        (COUNT_TOKENS, [message_count_tokens_params.MessageCountTokensParams], set()),
+        (COUNT_TOKENS, [beta_count_params.MessageCountTokensParams], set()),
     ],
 )
-def test_every_field_that_the_clients_can_send_is_known(body: Any, params: Sequence[type], others: set[str]) -> None:
+def test_every_field_that_the_clients_can_send_is_known(path: str, params: Sequence[type], others: set[str]) -> None:
     assert params
     sent = set().union(*map(get_type_hints, params)) - LEFT_TO_THE_CLIENT
-    assert sent | others <= {row.name for row in fields_of(body)}
+    assert sent | others <= {row.name for row in fields_of(body_of(path))}
 
 
-@pytest.mark.parametrize("body", FATES)
-def test_a_field_changes_its_fate_only_where_somebody_decides_it(body: type[BaseModel]) -> None:
+@pytest.mark.parametrize("path", FATES)
+def test_a_field_changes_its_fate_only_where_somebody_decides_it(path: str) -> None:
+    body = body_of(path)
     fates = [{row.name for row in fields_of(body) if row.fate is fate} for fate in (Fate.IGNORED, Fate.REFUSED)]
-    assert fates == [*FATES[body]]
+    assert fates == [*FATES[path]]
 
 
-@pytest.mark.parametrize("body", GENERATING)
-def test_a_null_counts_as_left_out_and_a_refused_field_names_itself(body: type[BaseModel]) -> None:
-    bare = body.model_validate(GENERATING[body])
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_null_counts_as_left_out_and_a_refused_field_names_itself(path: str) -> None:
+    body = body_of(path)
+    bare = body.model_validate(GENERATING[path])
     for row in fields_of(body):
         if not row.is_required:
-            assert body.model_validate({**GENERATING[body], row.name: None}) == bare, row.name
+            assert body.model_validate({**GENERATING[path], row.name: None}) == bare, row.name
         for value in VALUES if row.fate is Fate.REFUSED else []:
             with pytest.raises(ValidationError) as caught:
-                body.model_validate({**GENERATING[body], row.name: value})
+                body.model_validate({**GENERATING[path], row.name: value})
             failure = error_reply(caught.value)
             assert (failure.status, failure.detail.param) == (400, row.name)
             assert failure.detail.message.startswith(f"{row.name} is not supported: ")
@@ -176,7 +186,7 @@ MANY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", MANY)
 def test_many_wrong_elements_make_few_complaints(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
-        ChatCompletionRequest.model_validate_json(json.dumps({"messages": user("a"), **fields}))
+        body_of(CHAT).model_validate_json(json.dumps({"messages": user("a"), **fields}))
     assert caught.value.error_count() <= 4  # one for each form that a field may have
     assert error_reply(caught.value).detail.param == next(iter(fields))
 
@@ -184,12 +194,12 @@ def test_many_wrong_elements_make_few_complaints(fields: dict[str, Any]) -> None
 def test_labels_are_as_long_as_openai_has_them() -> None:
     body: dict[str, Any] = {"prompt": "a"}
     fits = {f"{i:064}": "x" * 512 for i in range(16)}
-    CompletionRequest.model_validate({**body, "metadata": fits, "user": "x" * 512})
+    body_of(COMPLETIONS).model_validate({**body, "metadata": fits, "user": "x" * 512})
     metadata: list[Any] = [{**fits, "one more": "a"}, {"x" * 65: "a"}, {"a": "x" * 513}]
     labels: list[Any] = [{name: "x" * 513} for name in ("user", "safety_identifier", "prompt_cache_key")]
     for wrong in [*({"metadata": each} for each in metadata), *labels]:
         with pytest.raises(ValidationError):
-            CompletionRequest.model_validate({**body, **wrong})
+            body_of(COMPLETIONS).model_validate({**body, **wrong})
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -11,7 +11,6 @@ import pytest_asyncio
 
 from chairlift.api import ServerConfig
 from chairlift.api.answers import ReasoningFamily, ToolFamily
-from chairlift.api.responses.request import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server, SharedServer
 from tests.api.contract import (
@@ -20,7 +19,9 @@ from tests.api.contract import (
     COMPLETED,
     MESSAGE_EVENTS,
     OPENING,
+    RESPONSES,
     Events,
+    body_of,
     client_of,
     error_of,
     post,
@@ -300,7 +301,7 @@ async def test_a_response_has_its_reasoning_in_an_item_of_its_own(serve: Serve) 
     assert again.usage is not None
     rendered = f"<|user|>{QUESTION[0]['content']}<|im_end|><|assistant|><think>{THOUGHTS}</think>Four."
     sent = [*QUESTION, *[json.loads(item.to_json()) for item in whole.output]]
-    body = ResponsesRequest.model_validate({"input": sent})
+    body = body_of(RESPONSES).model_validate({"input": sent})
     assert rendered in server.llm.inputs.tokenizer.render_chat(body.template_messages(), body.chat_options())
 
 

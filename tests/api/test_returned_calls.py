@@ -1,17 +1,14 @@
 """Calls that come back in a conversation are never refused, however they were cut, written or stored."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from chairlift.api.anthropic.request import MessagesRequest
-from chairlift.api.openai.chat import ChatCompletionRequest
-from chairlift.api.responses.request import ResponsesRequest
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, post, user
+from tests.api.contract import CHAT, MESSAGES, RESPONSES, body_of, post, user
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "an object": ('{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
     "raw control characters": ('{"a": "x\ny\tz"}', {"a": "x\ny\tz"}),
@@ -59,16 +56,13 @@ def blocks(written: Any) -> dict[str, Any]:
 
 
 @CASES
-def test_whatever_was_written_the_template_gets_an_object(written: Any, arguments: dict[str, Any]) -> None:
-    bodies = (
-        ChatCompletionRequest.model_validate(chat(written)),
-        ResponsesRequest.model_validate(items(written)),
-        MessagesRequest.model_validate(blocks(written)),
-    )
-    for body in bodies:
-        _, called, result = body.template_messages()
-        assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
-        assert (result["content"], result["tool_call_id"]) == ("done", "1")
+@pytest.mark.parametrize(("path", "made"), [(CHAT, chat), (RESPONSES, items), (MESSAGES, blocks)])
+def test_whatever_was_written_the_template_gets_an_object(
+    path: str, made: Callable[[Any], dict[str, Any]], written: Any, arguments: dict[str, Any]
+) -> None:
+    _, called, result = body_of(path).model_validate(made(written)).template_messages()
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+    assert (result["content"], result["tool_call_id"]) == ("done", "1")
 
 
 @pytest.mark.parametrize("written", [None, "", "{", "[1]", "5", "ls", '{"a": "x\n', '"{}"', '{"a": "\\ud83d"}'])
@@ -96,28 +90,15 @@ async def test_a_call_that_a_limit_has_cut_can_be_sent_back(server: Server) -> N
     await post(server, CHAT, {"messages": [*asked["messages"], said, told], "max_tokens": 1})
 
 
-def test_a_result_whose_call_is_gone_is_still_shown() -> None:
+GONE = {"tool_use_id": "gone", "type": "tool_result", "content": "done"}
+ALONE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [*user("Go."), {"role": "tool", "content": "done", "tool_call_id": "gone"}]}),
+    (RESPONSES, {"input": [*user("Go."), {"type": "function_call_output", "call_id": "gone", "output": "done"}]}),
+    (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": "Go."}, GONE]}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ALONE)
+def test_a_result_whose_call_is_gone_is_still_shown(path: str, fields: dict[str, Any]) -> None:
     result = {"role": "tool", "content": "done", "tool_call_id": "gone"}
-    chatted = ChatCompletionRequest.model_validate({"messages": [*user("Go."), result]})
-    output = {"type": "function_call_output", "call_id": "gone", "output": "done"}
-    responded = ResponsesRequest.model_validate({"input": [*user("Go."), output]})
-    block = {"type": "tool_result", "tool_use_id": "gone", "content": "done"}
-    turn = {"role": "user", "content": [{"type": "text", "text": "Go."}, block]}
-    messaged = MessagesRequest.model_validate({"max_tokens": 1, "messages": [turn]})
-    for body in (chatted, responded, messaged):
-        assert body.template_messages() == [*user("Go."), result]
-
-
-def test_calls_and_results_without_ids_get_them_in_their_order() -> None:
-    def call(**fields: Any) -> dict[str, Any]:
-        return {"function": {"name": "f", "arguments": "{}"}, **fields}
-
-    said = {"role": "assistant", "tool_calls": [call(), call(id=""), call(id="c")]}
-    results: list[dict[str, Any]] = [{"role": "tool", "content": each} for each in "abcd"]
-    body = ChatCompletionRequest.model_validate({"messages": [*user("Go."), said, *results]})
-    _, called, *answered = body.template_messages()
-    assert [each["id"] for each in called["tool_calls"]] == ["call_1_0", "call_1_1", "c"]
-    assert [each["tool_call_id"] for each in answered] == ["call_1_0", "call_1_1", "c", "call_5"]
-    results[0]["tool_call_id"] = "c"
-    body = ChatCompletionRequest.model_validate({"messages": [*user("Go."), said, *results[:2]]})
-    assert [each["tool_call_id"] for each in body.template_messages()[2:]] == ["c", "call_1_0"]
+    assert body_of(path).model_validate(fields).template_messages() == [*user("Go."), result]

@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -14,19 +13,7 @@ import pytest
 from openai.types.completion_usage import PromptTokensDetails
 
 from chairlift.api import ServerConfig
-from chairlift.api.answers import AnswerReader
-from chairlift.api.answers.text import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.anthropic.events import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
-from chairlift.api.anthropic.reply import MessagesReply
-from chairlift.api.anthropic.request import MessagesRequest
 from chairlift.api.http.event_stream import EventStream
-from chairlift.api.openai.chat import ChatChunkChoice, ChatCompletionChunk, Delta
-from chairlift.api.replies.answer import Part
-from chairlift.api.responses.reply import ResponsesReply
-from chairlift.api.responses.request import ResponsesRequest
-from chairlift.api.responses.response_object import Event
-from chairlift.api.wire.events import BLANK, TextEvent, event
-from chairlift.params import SamplingParams
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, counts, post, serving, user, whole_and_chunks
 from tests.api.fault_support import until_idle
@@ -67,43 +54,8 @@ async def test_chunks_have_these_very_bytes(server: Server) -> None:
     ]
 
 
+# Texts that JSON or the form of events might mistake.
 TEXTS = ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", '"sequence_number":0']
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_any_text(text: str) -> None:
-    def chunk(content: str) -> ChatCompletionChunk:
-        delta = Delta(reasoning=content, reasoning_content=content)
-        return ChatCompletionChunk(id="a", created=1, model="b", choices=[ChatChunkChoice(index=0, delta=delta)])
-
-    assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))
-
-
-KINDS: list[tuple[type[Piece], Any, str, dict[str, Any]]] = [  # what blocks and items call each kind of text
-    (ContentPiece, (TextDelta, "text"), "output_text", {"content_index": 0, "logprobs": []}),
-    (ReasoningPiece, (ThinkingDelta, "thinking"), "reasoning_text", {"content_index": 0}),
-    (CallPiece, (InputJsonDelta, "partial_json"), "function_call_arguments", {}),
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize(("kind", "block", "item", "fields"), KINDS)
-def test_what_a_part_of_a_message_or_a_response_has_more(
-    server: Server, kind: type[Piece], block: Any, item: str, fields: dict[str, Any], text: str
-) -> None:
-    common: Any = (server.llm.inputs.vocabulary, partial(AnswerReader, None))
-    asked = MessagesRequest.model_validate({"max_tokens": 1, "messages": []})
-    message = MessagesReply(asked, "bundled", *common)
-    response = ResponsesReply(ResponsesRequest(input=""), SamplingParams(), "bundled", *common)
-    part = Part(kind, 2, "add", "call_1")
-    for reply in (message, response):
-        reply._begin(part)
-        reply._grow(part, "before")
-    delta = block[0](**{block[1]: text})
-    assert message._grow(part, text) == [event(ContentBlockDelta(index=2, delta=delta))]
-    name: Any = f"response.{item}.delta"
-    numbered = Event(type=name, sequence_number=0, item_id=response._item_id, output_index=2, delta=text, **fields)
-    assert response._numbered(response._grow(part, text)) == [event(numbered)]
 
 
 async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) -> None:

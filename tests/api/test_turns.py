@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 
 from chairlift.api.turns import TURNS_WARNING, speakers_in_turn
-from tests.api.anthropic.support import COUNT_TOKENS, MESSAGES, error_of, posted
 from tests.api.conftest import Server, serving
+from tests.api.contract import COUNT_TOKENS, MESSAGES, posted
 from tests.support.scripted_model import HYBRID, install_plan, make_thinking_checkpoint
 
 # As the templates of Qwen3.5 and Mistral check.
@@ -84,7 +84,8 @@ async def test_a_conversation_that_the_template_takes_is_shown_as_it_is(strict: 
 async def test_a_conversation_in_another_order_may_be_too_long(strict: tuple[Server, list[str]]) -> None:
     server, _ = strict
     both = [*CHAT[:3], {"role": "system", "content": "b" * 600}]
-    error = await error_of(server, 400, {"messages": both, "max_tokens": 9}, MESSAGES)
+    async with posted(server, {"messages": both, "max_tokens": 9}, MESSAGES) as response:
+        error = (await response.json())["error"]
     assert re.match(r"prompt is too long: \d+ tokens > 511 maximum\.", error["message"])
 
 

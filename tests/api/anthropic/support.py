@@ -1,19 +1,14 @@
 """What the tests of `/v1/messages` share: the official client, and the strictest reading of what the server says."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
-from anthropic import AsyncAnthropic
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from tests.api.conftest import Server
-from tests.api.contract import undeclared
+from tests.api.contract import MESSAGES, posted, undeclared
 
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION: Any = [{"role": "user", "content": "What is 17 + 25?"}]
 ANSWER = "17 + 25 = 42."
 WEATHER: Any = {
@@ -27,19 +22,6 @@ WEATHER: Any = {
     },
 }
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-
-def anthropic_client(server: Server, key: str = "none", **options: Any) -> AsyncAnthropic:
-    """The official client, without retries of its own."""
-    return AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0, **options)
-
-
-@asynccontextmanager
-async def posted(
-    server: Server, body: Any, path: str = MESSAGES, **headers: str
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    async with aiohttp.ClientSession() as http, http.post(server.url + path, json=body, headers=headers) as response:
-        yield response
 
 
 async def whole_of(server: Server, **fields: Any) -> Message:

@@ -12,9 +12,9 @@ from anthropic.types import Message
 from chairlift.api import ServerConfig
 from chairlift.api.answers import ToolFamily
 from chairlift.api.anthropic.request import MessagesRequest
-from tests.api.anthropic import support as anthropic_support
-from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, anthropic_client, events_of, posted, whole_of
+from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, events_of, whole_of
 from tests.api.conftest import MAX_SEQ_LEN, Server, serving
+from tests.api.contract import COUNT_TOKENS, anthropic_client, posted
 from tests.api.fault_support import forward_of, held
 from tests.support.scripted_model import END_TOKEN, HYBRID, Script, install, make_thinking_checkpoint
 
@@ -210,7 +210,7 @@ async def test_counts_are_those_of_the_same_request_whatever_is_in_it(thinker: S
     write(thinker, script, "Four.")
     for fields in ({"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": {"type": "none"}}, {"system": "c"}):
         body: Any = {"messages": conversation, **fields}
-        async with posted(thinker, body, anthropic_support.COUNT_TOKENS) as response:
+        async with posted(thinker, body, COUNT_TOKENS) as response:
             assert await response.json() == {"input_tokens": num_prompt_tokens(await whole_of(thinker, **body))}
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from chairlift.api import ServerConfig
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
-from tests.api.anthropic import support as anthropic_support
-from tests.api.anthropic.support import ANSWER, MESSAGES, QUESTION, WEATHER, error_of, events_of, posted, whole_of
+from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, error_of, events_of, whole_of
 from tests.api.conftest import Server, serving
+from tests.api.contract import COUNT_TOKENS, MESSAGES, anthropic_client, posted
 
 ASKED: dict[str, Any] = {"max_tokens": 20, "messages": QUESTION}
-COUNT_TOKENS, client_of = anthropic_support.COUNT_TOKENS, anthropic_support.anthropic_client
+COUNT_TOKENS, client_of = COUNT_TOKENS, anthropic_client
 
 
 CALLED = [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]

@@ -6,21 +6,15 @@ from typing import Any
 import pytest
 
 from chairlift.api.anthropic.request import MessagesRequest
-from chairlift.api.openai.chat import ChatCompletionRequest
-from chairlift.api.responses.request import ResponsesRequest
-from tests.api.anthropic.support import WEATHER, posted
+from tests.api.anthropic.support import WEATHER
 from tests.api.conftest import Server
+from tests.api.contract import posted
 
 IMAGE = "[image left out: this model reads text only]"
 DOCUMENT = "[document left out: this model reads text only]"
-FILE = "[file left out: this model reads text only]"
 BASE64 = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
-URL = "data:image/png;base64,iVBORw0KGgo="
 ASKED = {"role": "user", "content": "Look."}
 USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-CALL_ITEM = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
 
 
 def told(kinds: str) -> list[str]:
@@ -53,26 +47,6 @@ def test_what_a_tool_has_found_is_read_as_text() -> None:
     assert body.warnings == []
 
 
-def test_a_note_stands_for_an_image_or_file_of_a_function_in_responses() -> None:
-    image, file = {"type": "input_image", "image_url": URL, "detail": "high"}, {"type": "input_file", "file_data": URL}
-    output = {
-        "type": "function_call_output",
-        "call_id": "1",
-        "output": [{"type": "input_text", "text": "a"}, image, file],
-    }
-    body = ResponsesRequest.model_validate({"input": [ASKED, CALL_ITEM, output]})
-    assert body.template_messages()[-1]["content"] == f"a{IMAGE}{FILE}"
-    assert body.warnings == told("file, image")
-
-
-def test_a_note_stands_for_an_image_of_a_tool_in_chats() -> None:
-    image = {"type": "image_url", "image_url": {"url": URL}}
-    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, image]}
-    body = ChatCompletionRequest.model_validate({"messages": [ASKED, CALLING, result]})
-    assert body.template_messages()[-1]["content"] == f"a{IMAGE}"
-    assert body.warnings == told("image")
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_the_client_and_the_log_are_told_all_that_was_left_out(
     server: Server, caplog: pytest.LogCaptureFixture, is_streamed: bool
@@ -91,8 +65,6 @@ async def test_the_client_and_the_log_are_told_all_that_was_left_out(
     (record,) = [each for each in caplog.records if each.getMessage() == "request"]
     assert record.chairlift_fields["warning"] == "; ".join(sentences)  # type: ignore[attr-defined]
 
-
-# --- tools that come late
 
 PAINT: Any = {**WEATHER, "name": "paint", "description": "Paints ü.", "defer_loading": True}
 FOUND = {"type": "tool_reference", "tool_name": "paint"}

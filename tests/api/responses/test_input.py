@@ -8,12 +8,11 @@ from pydantic import ValidationError
 
 from chairlift.api.description import fields_of
 from chairlift.api.errors import error_reply
-from chairlift.api.openai.chat import ChatCompletionRequest
-from chairlift.api.openai.completions import CompletionRequest
 from chairlift.api.responses.request import ResponsesRequest
 from chairlift.api.wire.extras import EngineExtras
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
+from tests.api.contract import CHAT, COMPLETIONS, body_of
 
 CALL_A = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}'}
 CALL_B = {"type": "function_call", "call_id": "b", "name": "g", "arguments": ""}
@@ -239,8 +238,8 @@ def test_a_response_is_sampled_with_the_same_fields_as_a_chat_or_a_completion() 
     fields |= {"min_tokens": 2, "ignore_eos": True, "bad_words": ["c"], "allowed_token_ids": [1, 2]}
     fields |= {"truncate_prompt_tokens": 9, "repetition_detection": repetition}
     as_sent = {**fields, "repetition_detection": {**repetition, "min_pattern_size": None}}
-    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **as_sent})
-    completion = CompletionRequest.model_validate({"prompt": "a", **as_sent})
+    chat = body_of(CHAT).model_validate({"messages": [{"role": "user", "content": "a"}], **as_sent})
+    completion = body_of(COMPLETIONS).model_validate({"prompt": "a", **as_sent})
     for body in (parse(**as_sent), chat, completion):
         assert body.params(SamplingParams()) == SamplingParams(**fields)
 

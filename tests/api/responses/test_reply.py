@@ -17,7 +17,7 @@ from chairlift.api.responses.request import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from tests.api.conftest import Server
 from tests.api.contract import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, post, serving, without_identity
-from tests.api.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
+from tests.api.responses.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
 from tests.engine.async_support import hold_back
 
 

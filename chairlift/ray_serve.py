@@ -32,7 +32,7 @@ from yarl import URL
 from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply, find_convention
 from chairlift.api.protocols import CONVENTIONS
-from chairlift.api.telemetry import REQUEST_ID_HEADER
+from chairlift.api.telemetry.request_ids import REQUEST_ID_HEADER
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError, EngineClosed, QueueFull
 from chairlift.routing import PrefixRouter, name_blocks

@@ -13,7 +13,7 @@ from chairlift.api.errors import ErrorReply, error_reply
 from chairlift.api.http.event_stream import EventStream
 from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job
-from chairlift.api.telemetry import OBSERVATION
+from chairlift.api.telemetry.observation import OBSERVATION
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.errors import ChairliftError, InvalidRequest, RequestFailed
 from chairlift.params import GRAMMAR_LIMIT, RequestOutput, TokenLogprobs

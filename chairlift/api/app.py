@@ -13,8 +13,8 @@ from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
 from chairlift.api.protocols import CONVENTIONS, all_routes
 from chairlift.api.service import Service, SharedState
-from chairlift.api.telemetry import Observer
 from chairlift.api.telemetry.log import log_request
+from chairlift.api.telemetry.observer import Observer
 from chairlift.api.telemetry.traces import Tracing
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.errors import EngineClosed

@@ -13,7 +13,8 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from chairlift.api.answers.text import whole_characters
-from chairlift.api.telemetry import OBSERVATION, request_id_of
+from chairlift.api.telemetry.observation import OBSERVATION
+from chairlift.api.telemetry.request_ids import request_id_of
 from chairlift.api.wire.complaints import complaint_of
 from chairlift.api.wire.errors import ErrorBody, ErrorDetail
 from chairlift.errors import (

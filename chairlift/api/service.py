@@ -15,11 +15,12 @@ from pydantic import BaseModel
 from chairlift.api import ServerConfig
 from chairlift.api.answering import Answering
 from chairlift.api.http.access import Client, KeyLimits, KeyRing, gather_keys
-from chairlift.api.http.bodies import BodyReader, CallThreads
+from chairlift.api.http.bodies import BodyReader
+from chairlift.api.http.threads import CallThreads
 from chairlift.api.jobs import Job, JobMaker
 from chairlift.api.store import ReplyStore, Store
-from chairlift.api.telemetry import OBSERVATION
 from chairlift.api.telemetry.metrics import SCRAPE_INTERVAL_S, Counts, Metrics
+from chairlift.api.telemetry.observation import OBSERVATION
 from chairlift.api.telemetry.pace import Paced
 from chairlift.engine.async_llm import AsyncLLM, OffLoop, compile_grammar
 from chairlift.engine.journal import EngineStats

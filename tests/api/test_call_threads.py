@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from pydantic import BaseModel
 
-from chairlift.api.http import bodies as module
-from chairlift.api.http.bodies import CallThreads
+from chairlift.api.http import threads as module
+from chairlift.api.http.threads import CallThreads
 from chairlift.api.openai import routes
 from chairlift.api.openai.replies import ChatReply
 from chairlift.errors import ClientTooBusy, ServerTooBusy

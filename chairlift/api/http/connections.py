@@ -14,7 +14,7 @@ from aiohttp.streams import StreamReader
 from chairlift.api import ServerConfig
 from chairlift.api.answers.text import whole_characters
 from chairlift.api.errors import error_reply
-from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
+from chairlift.api.telemetry.request_ids import REQUEST_ID_HEADER, request_id_of
 
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it pauses
 _REST_S = 0.001

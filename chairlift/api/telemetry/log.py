@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
 from chairlift.api import LogFormat
-from chairlift.api.telemetry import Observation
+from chairlift.api.telemetry.observation import Observation
 
 if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine
     from chairlift.engine.journal import EngineStats

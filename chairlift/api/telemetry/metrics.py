@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import chairlift
-from chairlift.api.telemetry import Observation, Outcome
+from chairlift.api.telemetry.observation import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram, SlotState
 

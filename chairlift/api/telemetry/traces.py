@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 import chairlift
-from chairlift.api.telemetry import Observation, Outcome
+from chairlift.api.telemetry.observation import Observation, Outcome
 
 if TYPE_CHECKING:  # otherwise it is imported only if it is configured
     from opentelemetry.context import Context

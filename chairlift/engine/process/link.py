@@ -9,6 +9,7 @@ from typing import Any
 
 from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import call_if_open
+from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd, PackedUpdate, Release
 from chairlift.engine.process.peer import Peer, Service
@@ -16,6 +17,12 @@ from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Call, Command, Taken, Update
 from chairlift.errors import EngineDead
 from chairlift.params import StructuredOutputs
+
+_SERVICES: Mapping[Callable[[EngineCore], Any], str] = {
+    EngineCore.take_snapshot: "take_snapshot",
+    EngineCore.reset_prefix_cache: "reset_prefix_cache",
+}
+"""The services of the engine's process, see `Line`, that stand for the functions of calls."""
 
 
 class Link(Peer):
@@ -52,7 +59,7 @@ class Link(Peer):
             case Abort():
                 self.post(command)
             case Call():
-                asked = self.ask(command.function.__name__)
+                asked = self.ask(_SERVICES[command.function])
                 asked.add_done_callback(lambda done: _deliver(done, command.deliver))
             case _:
                 pass  # a single reader cannot stop the engine

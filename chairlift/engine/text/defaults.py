@@ -6,9 +6,9 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
 from chairlift.errors import CheckpointError
-from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.models.gguf.families import sampling_of
+from chairlift.models.smollm2 import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.special_floats import restore_floats
 from chairlift.params import SamplingParams
 

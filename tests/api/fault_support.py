@@ -91,7 +91,7 @@ launch = ModelRunner.launch
 def hang(*_):
     threading.Event().wait()
 
-ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
+ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].key.params.seed == 13 else launch)(self, plan)
 """
 
 
@@ -102,9 +102,10 @@ def forward_of(llm: AsyncLLM) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch computes: requests and their tokens in its first step."""
+    """What one launch computes: requests, their tokens in its first step, and those that they had before."""
 
     rows: dict[str, int]
+    starts: dict[str, int]
     requests: list[RequestState]
     num_steps: int
     num_free_slots: int
@@ -130,7 +131,8 @@ def recorded(llm: AsyncLLM) -> Iterator[Launches]:
     def record(plan: StepPlan) -> Begun:
         requests = [llm._core._scheduler.placement.owner_of(row.slot) for row in plan.rows]
         rows = {row.key.tag: row.num_new_tokens for row in plan.rows}
-        launches.all.append(Launch(rows, requests, plan.num_steps, llm._core.cache.slots_remaining))
+        starts = {row.key.tag: row.start for row in plan.rows}
+        launches.all.append(Launch(rows, starts, requests, plan.num_steps, llm._core.cache.slots_remaining))
         return launch(plan)
 
     with pytest.MonkeyPatch.context() as patch:

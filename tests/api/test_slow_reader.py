@@ -242,7 +242,8 @@ def phases_of(launches: Launches) -> set[str]:
     for request in launches.latest.requests:
         if request.max_tokens == LEAVING_TOKENS:
             is_chunk = launches.latest.rows[request.request_id] > 1
-            found.add("first chunk" if request.num_computed == 0 else "later chunk" if is_chunk else "decoding")
+            is_first = launches.latest.starts[request.request_id] == 0
+            found.add("first chunk" if is_first else "later chunk" if is_chunk else "decoding")
             found.add(f"a launch of {launches.latest.num_steps} steps")
     return found
 

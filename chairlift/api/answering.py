@@ -76,7 +76,8 @@ class Answering:
             async for index, output in outputs:
                 _check(output)
                 num_seen, sizes[index] = sizes.get(index, 0), _size_of(output)
-                news = await self._make(sizes[index] - num_seen, reply.news, index, output)
+                seen = output if sizes[index] - num_seen <= _LARGE else output.copy()  # it grows in this thread
+                news = await self._make(sizes[index] - num_seen, reply.news, index, seen)
                 await stream.send(*events, *news)
                 events = []
             closing = await self._make(self._size_of_repeats + sum(sizes.values()), reply.closing)

@@ -195,8 +195,8 @@ class AsyncLLM:
     async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
         """Runs several generations that `prepare` made at once: all are queued, or none (`QueueFull`).
 
-        Each yields the same output object, which grows. `wants_steps`: yield it after every step, not only when the
-        generation begins and ends. Closing the iterator early, or an error in one, ends all. Otherwise like `generate`.
+        Each yields one output, which grows in the loop's thread; others get copies. `wants_steps`: not only when it
+        begins and ends. Closing the iterator early, or an error in one, ends all. Otherwise like `generate`.
         """
         engine = self.usable_engine()
         names = [generation.request_id for generation in generations]

@@ -64,7 +64,8 @@ class _ChoicesReply(Reply):
 
     def news(self, index: int, output: RequestOutput) -> list[str]:
         """One chunk for each change."""
-        self._latest[index] = output
+        # Usage so far is told of all prompts, perhaps in another thread than that in which their outputs grow.
+        self._latest[index] = output.copy() if self._has_usage_so_far else output
         return [each for choice in output.outputs for each in self._events_of(index, output, choice)]
 
     def closing(self) -> list[str]:

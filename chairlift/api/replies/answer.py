@@ -136,8 +136,8 @@ class ChoiceProgress:
         self._has_ended = False
 
     def advance(self, choice: CompletionOutput) -> News | None:
-        """What is new in it; None if nothing is. The choice may grow meanwhile, in another thread."""
-        finish_reason = choice.finish_reason  # read first: once it is set, the text is complete
+        """What is new in it; None if nothing is."""
+        finish_reason = choice.finish_reason
         text = choice.text[self._num_characters :]
         ends_now = finish_reason is not None and not self._has_ended
         if not text and not ends_now:

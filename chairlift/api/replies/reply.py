@@ -27,7 +27,9 @@ class Reply(ABC):
 
     @abstractmethod
     def news(self, index: int, output: RequestOutput) -> list[str]:
-        """Events for what prompt number `index` has gained since the last call for it."""
+        """Events for what prompt number `index` has gained since the last call for it. Nothing else changes `output`
+        meanwhile.
+        """
 
     @abstractmethod
     def closing(self) -> list[str]:

@@ -57,7 +57,7 @@ class _Choice:
             self.output.text += self._matcher.finish()
             self.output.stop_reason = event.stop_reason
             self.output.error = event.error
-            self.output.finish_reason = event.finish_reason  # last, for readers in other threads
+            self.output.finish_reason = event.finish_reason
         return False
 
     def _think(self, token: int, thinking: Thinking) -> None:

@@ -99,7 +99,7 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """What clients of a path, and of all paths below it, expect in another form than OpenAI's clients."""
+    """Says in which form clients of a path, and of all paths below it, expect errors, and where they put their keys."""
 
     path: str
     error_body: Callable[[ErrorReply, str | None], BaseModel]  # of an error and the request's id
@@ -123,7 +123,7 @@ def find_convention(path: str, known: Sequence[Convention]) -> Convention | None
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """What to tell a client. An unexpected exception is logged and becomes a 500."""
+    """Makes the reply to a failed request. An unexpected exception is logged and becomes a 500."""
     if isinstance(error, ValidationError):
         error = complaint_of(error)
     elif isinstance(error, RecursionError):

@@ -26,7 +26,7 @@ from chairlift.params import RequestOptions, SamplingParams
 
 @dataclass(slots=True)
 class Job:
-    """What a body asks for and, as its prompts are checked, the generations that compute it."""
+    """Holds what a body asks for and, as its prompts are checked, the generations that compute it."""
 
     prompts: deque[Prompt]  # not checked yet
     params: SamplingParams
@@ -108,7 +108,7 @@ Encode = Callable[[Sequence[Message]], EncodedChat]
 
 
 class JobMaker:
-    """What all protocols need to make jobs of bodies. Used in workers' threads."""
+    """Makes jobs of bodies, for all protocols. Used in workers' threads."""
 
     def __init__(
         self, inputs: InputProcessor, engine: ResolvedConfig, model_name: str, store: Store, config: ServerConfig
@@ -215,7 +215,7 @@ class JobMaker:
                 return replace(encoded, warnings=[TURNS_WARNING, *encoded.warnings])
 
     def _structure_of(self, body: Generating) -> WantedStructure | None:
-        """What the answer must look like, ready to be enforced."""
+        """Returns the structure that the answer must have, ready to be enforced."""
         wanted = body.wanted_structure()
         return None if wanted is None else wanted.enforceable(self._allows_more)
 

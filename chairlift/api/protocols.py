@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # it imports the engine, which the ingress of Ray Serve must 
 CONVENTIONS: Sequence[Convention] = [
     ANTHROPIC_CONVENTION,
 ]
-"""What clients expect in another form than OpenAI's clients."""
+"""The conventions of clients that expect other forms than OpenAI's."""
 
 
 @cache

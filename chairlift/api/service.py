@@ -1,5 +1,5 @@
-"""What handlers of requests share: the model and its names, clients and their bodies, jobs, and threads for all that is
-slow.
+"""The things that handlers of requests share: the model and its names, clients and their bodies, jobs, and threads for
+all that is slow.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ class DeclaredDialect:
             raise InvalidRequest(f'{what}; leave one of them out, or set tool_choice to "none"', wanted.field)
 
     def warnings(self, functions: Sequence[FunctionSpec]) -> list[str]:
-        """What a client should know of an answer that may call these functions."""
+        """Returns what a client should know of an answer that may call these functions."""
         enforced = [function for function in functions if function.is_enforced and self.form.has_calls]
         kinds = sorted({"the grammar of custom tools" if each.is_custom else "strict" for each in enforced})
         return [f"{kind} was left out: {_WHY}" for kind in kinds]

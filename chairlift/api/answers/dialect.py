@@ -29,14 +29,14 @@ _MAX_TAIL = 8  # most tokens between the thought mark that a template writes and
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """How to parse calls and thoughts in an answer, which of its tokens become text, and where it ends."""
+    """Says how calls and thoughts in an answer are parsed, which of its tokens become text, and where it ends."""
 
     new_reader: NewReader
     text_options: TextOptions
 
 
 class Dialect:
-    """How the model writes calls and thoughts, as its chat template, its declaration or the settings say."""
+    """Knows how the model writes calls and thoughts, as its chat template, its declaration or the settings say."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig) -> None:
         """ConfigurationError if the model lacks the configured marks."""
@@ -90,7 +90,7 @@ class Dialect:
         return _structure_of(grammar, arguments, wanted)
 
     def warnings(self, functions: list[FunctionSpec]) -> list[str]:
-        """What a client should know of an answer that may call these functions."""
+        """Returns what a client should know of an answer that may call these functions."""
         return [] if self._declared is None else self._declared.warnings(functions)
 
     def check_effort(self, body: AnswerOptions) -> list[str]:
@@ -113,7 +113,7 @@ class Dialect:
         is_continued: bool,
         is_free: bool = True,
     ) -> AnswerReading:
-        """How to parse the answer to this prompt. Generation stops after the last wanted call.
+        """Returns how to parse the answer to this prompt. Generation stops after the last wanted call.
 
         `is_free`: no grammar says where calls may be, so that those without marks are found in the middle of it, too.
         """
@@ -145,7 +145,7 @@ class Dialect:
         return self._tool_family, FORMATS[self._tool_family].marks
 
     def _thinking_after(self, prompt: list[int], is_continued: bool) -> Thinking | None:
-        """What the prompt says of thoughts in the answer; None if there are none, because the template has closed them.
+        """Reads what the prompt says of thoughts in the answer; None: the template has closed them, so there are none.
 
         A template opens or closes them at the end of the prompt; earlier marks belong to earlier answers.
         """

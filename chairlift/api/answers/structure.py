@@ -1,4 +1,4 @@
-"""What an answer must look like: the structure that a client asks for, as it is enforced."""
+"""The structure that a client asks for in an answer, as it is enforced."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from chairlift.schemas import make_enforceable
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What a line of a grammar was made from: a schema in one of the client's fields."""
+    """The source of a line of a grammar: a schema in one of the client's fields."""
 
     field: str
     name: str
@@ -23,7 +23,7 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True)
 class WantedStructure:
-    """What an answer must look like, and the field that says so."""
+    """The structure that an answer must have, and the field that says so."""
 
     field: str
     outputs: StructuredOutputs
@@ -91,7 +91,7 @@ def make_structure(field: str, **given: Any) -> StructuredOutputs | None:
 
 
 def the_only_one(**structures: StructuredOutputs | None) -> WantedStructure | None:
-    """What one of these fields asks for; None if none does. InvalidRequest if several do."""
+    """Returns what one of these fields asks for; None if none does. InvalidRequest if several do."""
     wanted = [WantedStructure(field, outputs) for field, outputs in structures.items() if outputs is not None]
     if len(wanted) > 1:
         raise InvalidRequest(f"give only one of {' and '.join(each.field for each in wanted)}", wanted[1].field)
@@ -99,18 +99,18 @@ def the_only_one(**structures: StructuredOutputs | None) -> WantedStructure | No
 
 
 class AnswerOptions(Protocol):
-    """What a request says about the calls and the thoughts in its answer."""
+    """Says which calls and thoughts a request wants in its answer."""
 
     effort_field: ClassVar[str]  # the field that holds `effort`
 
     @property
     def effort(self) -> str | None:
-        """How much to think; None: nothing is said about it."""
+        """The amount of thinking; None: nothing is said about it."""
         ...
 
     @property
     def call_mode(self) -> Literal["none", "auto", "required"]:
-        """Whether the answer may, must or must not call."""
+        """Says if the answer may, must or must not call."""
         ...
 
     @property

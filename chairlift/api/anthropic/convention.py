@@ -1,4 +1,4 @@
-"""What Anthropic's clients expect in another form than OpenAI's: errors, and the header that holds their key."""
+"""The convention of Anthropic's clients: they expect errors of another form, and send their key in another header."""
 
 from chairlift.api.anthropic.errors import AnthropicErrorBody
 from chairlift.api.errors import Convention, ErrorReply

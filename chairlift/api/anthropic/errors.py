@@ -1,4 +1,4 @@
-"""What `/v1/messages` answers if it cannot."""
+"""The errors of `/v1/messages`."""
 
 from typing import Annotated, Literal
 

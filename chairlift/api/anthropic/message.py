@@ -1,4 +1,4 @@
-"""What `/v1/messages` answers: the whole message."""
+"""The whole message that `/v1/messages` answers."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""What `/v1/messages` makes of outputs: blocks that grow, and their events."""
+"""Turns outputs into the blocks of `/v1/messages`, which grow, and their events."""
 
 from collections.abc import Sequence
 from hashlib import sha256

@@ -156,7 +156,7 @@ class CountTokensRequest(ToolUse):
 
     @property
     def is_continued(self) -> bool:
-        """Whether the answer continues the assistant's last turn."""
+        """True if the answer continues the assistant's last turn."""
         return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
 
     @property

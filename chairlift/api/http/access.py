@@ -79,7 +79,7 @@ class Client:
         return "" if self.limits is None else self.name
 
     def options_of(self, body: Scheduled) -> RequestOptions:
-        """How a request is scheduled. `InvalidRequest` if the key may not use its priority."""
+        """Says how a request is scheduled. `InvalidRequest` if the key may not use its priority."""
         if self.limits is None:
             return body.request_options(None)
         options = body.request_options(self.name)

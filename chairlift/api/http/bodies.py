@@ -41,7 +41,7 @@ class RawBody:
 
     @property
     def is_large(self) -> bool:
-        """Whether checking and using it may take longer than other requests should wait."""
+        """True if checking and using it may take longer than other requests should wait."""
         return self.encoding is not None or len(self.data) > _LARGE_BODY_BYTES
 
     def parse(self, model: type[_Body]) -> _Body:

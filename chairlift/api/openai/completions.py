@@ -65,7 +65,7 @@ class CompletionRequest(CompletionsRequest):
         return list(self.prompt)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """How to continue each prompt."""
+        """Returns the sampling parameters of each prompt."""
         wanted = (self.logprobs if self.echo else None, self.prompt_logprobs)
         for_prompt = max((each for each in wanted if each is not None), default=None)
         return self.sampling_params(defaults, logprobs=self.logprobs, prompt_logprobs=for_prompt)

@@ -1,4 +1,4 @@
-"""What `/v1/completions` and `/v1/chat/completions` make of outputs: choices."""
+"""Turns outputs into the choices of `/v1/completions` and `/v1/chat/completions`."""
 
 import time
 from abc import abstractmethod
@@ -33,7 +33,7 @@ from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
 
 class _ChoicesReply(Reply):
-    """What both share: identity, usage, and how streams end. Keeps only what it needs of a body, which may be large."""
+    """Has what both share: identity, usage, and the end of streams. Keeps little of a body, which may be large."""
 
     _prefix: ClassVar[str]
     _chunk_type: ClassVar[type[completions.Completion | chat.ChatCompletionChunk]]
@@ -219,7 +219,7 @@ def _call(part: Part, named: Part | None, text: str, index: int | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """What precedes a choice's own text: the prompt, if it is requested."""
+    """The text before a choice's own: the prompt, if it is requested."""
 
     text: str
     positions: list[ScoredPosition]

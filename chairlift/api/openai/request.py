@@ -1,4 +1,4 @@
-"""What the bodies of chat completions and completions have in common."""
+"""The fields that the bodies of chat completions and completions have in common."""
 
 from typing import Any, Literal, Self
 
@@ -90,7 +90,7 @@ class CompletionsRequest(OpenAIRequest):
         return self
 
     def wanted_structure(self) -> WantedStructure | None:
-        """What the answer must look like, whichever field says so. InvalidRequest if several do."""
+        """Returns the structure that the answer must have, whichever field says so. InvalidRequest if several do."""
         return the_only_one(
             response_format=None if self.response_format is None else self.response_format.structure(),
             structured_outputs=self.structured_outputs,

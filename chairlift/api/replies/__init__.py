@@ -1,1 +1,1 @@
-"""What all protocols share of replies: their interface, how an answer is read, and scores."""
+"""The parts of replies that all protocols share: their interface, the reading of an answer, and scores."""

@@ -112,7 +112,7 @@ class ConversationReply(Reply):
 
 @dataclass(slots=True)
 class News:
-    """What is new in a choice."""
+    """The news of a choice."""
 
     text: str
     token_ids: list[int]
@@ -121,7 +121,7 @@ class News:
 
 
 class ChoiceProgress:
-    """How much of one choice has been sent.
+    """Knows how much of one choice has been sent.
 
     A scored token is sent with the first of its characters. One without any (the end token, what a stop string cut off)
     is sent at the end: evaluation harnesses rely on as many scores as `usage` counts tokens.
@@ -136,7 +136,7 @@ class ChoiceProgress:
         self._has_ended = False
 
     def advance(self, choice: CompletionOutput) -> News | None:
-        """What is new in it; None if nothing is."""
+        """Returns what is new in it; None if nothing is."""
         finish_reason = choice.finish_reason
         text = choice.text[self._num_characters :]
         ends_now = finish_reason is not None and not self._has_ended

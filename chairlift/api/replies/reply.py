@@ -1,4 +1,4 @@
-"""What a protocol makes of outputs: a whole reply, or the events of a streamed one."""
+"""The interface of replies: a protocol turns outputs into a whole one, or the events of a streamed one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `/v1/responses` makes of outputs: items that grow, and their events."""
+"""Turns outputs into the items of `/v1/responses`, which grow, and their events."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence

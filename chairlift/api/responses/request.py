@@ -158,7 +158,7 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
         return lead + self.spoken_messages()
 
     def spoken_messages(self) -> list[Message]:
-        """What was said, without the instructions, which hold for one response."""
+        """Returns what was said, without the instructions, which hold for one response."""
         if isinstance(self.input, str):
             return [*self._earlier, {"role": "user", "content": self.input}]
         return template_messages(self.input, self._earlier)

@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers: the whole reply, and the events of a streamed one."""
+"""The reply of `/v1/responses`: the whole one, and the events of a streamed one."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,1 +1,1 @@
-"""What is recorded of requests: their observation, and the log, metrics and traces that are made of it."""
+"""Records requests: observes them, and makes log, metrics and traces of that."""

@@ -1,4 +1,4 @@
-"""What is recorded of a request while it is served, for its line in the log, the metrics and its trace."""
+"""The record of a request while it is served, for its line in the log, the metrics and its trace."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -21,7 +21,7 @@ CLIENT_LEFT = 499
 
 
 class Outcome(StrEnum):
-    """How one sequence ended; there are as many as prompts times `n`."""
+    """The ways in which a sequence ends; there are as many as prompts times `n`."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the slot is full

@@ -1,1 +1,1 @@
-"""What all protocols share of bodies: strictness, fields of every request, conversations, tools, errors and usage."""
+"""The parts of bodies that all protocols share: strictness, fields of every request, conversations, tools, usage."""

@@ -20,7 +20,7 @@ ARGUMENTS = (
 
 
 def template_message(role: str, content: str, **more: Any) -> Message:
-    """What chat templates expect: `system` for its newer name `developer`, and nothing that is None."""
+    """Makes a message for chat templates: `system` for its newer name `developer`, and nothing that is None."""
     given = {name: value for name, value in more.items() if value is not None}
     return {"role": "system" if role == "developer" else role, "content": content, **given}
 
@@ -63,7 +63,7 @@ class TemplateInput(Body):
 
     @property
     def effort(self) -> Effort | None:
-        """How much to think, for endpoints that refuse what the model cannot do."""
+        """The amount of thinking, for endpoints that refuse what the model cannot do."""
         return None
 
     @property
@@ -99,7 +99,7 @@ class TemplateInput(Body):
 
     @property
     def call_mode(self) -> ToolChoiceMode:
-        """Whether the answer may, must or must not call."""
+        """Says if the answer may, must or must not call."""
         return "auto"
 
     def thinking_arguments(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class ToolUse(TemplateInput):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an answer may hold several calls."""
+        """True if an answer may hold several calls."""
         raise NotImplementedError
 
     def functions_to_call(self) -> list[FunctionSpec]:

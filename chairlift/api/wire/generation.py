@@ -1,4 +1,4 @@
-"""What all requests that generate have in common: sender, sampling and scheduling."""
+"""The fields that all requests that generate have in common: sender, sampling and scheduling."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -94,7 +94,7 @@ class GenerationRequest(Body):
         raise NotImplementedError
 
     def request_options(self, key_tenant: str | None, **more: Any) -> RequestOptions:
-        """How the request is served. `pydantic.ValidationError` if a field is out of range.
+        """Returns how the request is served. `pydantic.ValidationError` if a field is out of range.
 
         `key_tenant`: the tenant of the API key, None where there are no keys. A key has one share, whatever `sender`
         its requests name.

@@ -31,12 +31,12 @@ class Attachment(Body):
 
     @property
     def kind(self) -> str:
-        """What it is, as people call it."""
+        """Its name among people."""
         return _KINDS[self.type]
 
     @property
     def text(self) -> str:
-        """What the model reads instead."""
+        """The note that the model reads instead."""
         return f"[{self.kind} left out: this model reads text only]"
 
 

@@ -11,7 +11,7 @@ from chairlift.errors import InvalidRequest
 
 
 class Fate(StrEnum):
-    """How a field is treated."""
+    """The ways in which fields are treated."""
 
     WORKS = "works"
     IGNORED = "accepted, changes nothing"

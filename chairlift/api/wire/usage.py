@@ -1,4 +1,4 @@
-"""How many tokens a request took, in the form that replies are made from."""
+"""The tokens that a request took, in the form that replies are made from."""
 
 from collections.abc import Sequence
 from typing import Self

@@ -101,6 +101,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         if len(devices) != self.layout.n_devices:
             raise ValueError(f"params.n_devices is {self.layout.n_devices}, but {len(devices)} devices are given")
         super().__init__(max_cache_batch_size, max_seq_len, max_tokens)
+        self._places = None if self.layout.is_plain else self.layout.places
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
         # Zeros: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
@@ -181,7 +182,6 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)
         slots = torch.tensor(reservation.seq_ids, dtype=torch.int32)
-        places = None if self.layout.is_plain else self.layout.places
         return [
             ContinuousBatchingKVCacheCollection(
                 blocks=blocks,
@@ -192,7 +192,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 max_cache_length=max(map(sum, zip(reservation.lengths, first, strict=True)), default=0),
                 reservation=reservation,
                 further_blocks=further,
-                places=places,
+                places=self._places,
             )
             for device, blocks, further in zip(self.devices, self.blocks, self._further_blocks, strict=True)
         ]

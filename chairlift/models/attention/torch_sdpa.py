@@ -91,19 +91,19 @@ class TorchBackend:
     """Writes the slots in place; `is_in_place`: decode rows read them in place too (see above)."""
 
     def __init__(self, layers: Mapping[int, AttentionConfig], *, is_in_place: bool = True) -> None:
-        self._layers = layers
-        self._kinds = set(layers.values())
+        self._kinds = list(dict.fromkeys(layers.values()))
+        self._kind_of = {layer_idx: self._kinds.index(config) for layer_idx, config in layers.items()}
         self._is_in_place = is_in_place
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         append = append_tokens(batch, cache)
-        parts = {config: self._parts(batch, cache, config) for config in self._kinds}
+        parts = [self._parts(batch, cache, config) for config in self._kinds]
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
-            for part in parts[self._layers[layer_idx]]:
+            for part in parts[self._kind_of[layer_idx]]:
                 part.attend(query, keys, values, output)
             return output
 

@@ -106,6 +106,7 @@ class SelfAttention(BlockModule):
     ) -> None:
         super().__init__()
         self.block = block
+        self._table = block.table
         self.layer_idx = layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = block.num_heads, block.num_kv_heads, block.head_dim
         num_fused_heads = block.num_heads + 2 * block.num_kv_heads
@@ -125,16 +126,15 @@ class SelfAttention(BlockModule):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
             rotated = torch.cat((_normalise(self.q_norm, query), _normalise(self.k_norm, key)), dim=1)
-        if (table := self.block.table) is not None:
-            cosines, sines = now.ropes[table]
+        if self._table is not None:
+            cosines, sines = now.ropes[self._table]
             rotated = apply_rope(rotated, cosines, sines)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         projected: torch.Tensor = self.o_proj(now.attend(self.layer_idx, query, key, value).flatten(1))
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        table = self.block.table
-        rotation = None if table is None else packer.rotation(table)
+        rotation = None if self._table is None else packer.rotation(self._table)
         arrange = partial(
             arrange_heads,
             num_heads=self.num_heads + self.num_kv_heads,

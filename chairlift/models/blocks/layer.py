@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,8 +51,7 @@ def weights_of_layer(blocks: Sequence[Block], norms: Norms) -> list[Weight]:
     return weights + [Weight.whole(name, _NAMES[norms][name], _GGUF_NAMES[name]) for name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class Residual:
+class Residual(NamedTuple):
     """The tokens between two layers: `[T, hidden]` each, whose sum they are. The next norm adds them."""
 
     x: torch.Tensor

@@ -1,4 +1,4 @@
-"""What each layer keeps in a slot: keys and values of some shape, those of another layer, or nothing.
+"""Describes what each layer keeps in a slot: keys and values of some shape, those of another layer, or nothing.
 
 Layers of equal shape form a group. A group has one tensor per device, and a layer a place in it:
 
@@ -47,7 +47,7 @@ class SharedWith:
 
 
 Kept = KVCacheParams | SharedWith | None
-"""What a slot keeps of one layer; None: nothing."""
+"""Declares what a slot keeps of one layer; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's keys and values are: the group, and the plane in its tensor."""
+    """Locates a layer's keys and values: the group, and the plane in its tensor."""
 
     group: int
     plane: int

@@ -48,12 +48,12 @@ class ModelShape:
 
     @property
     def attention(self) -> dict[int, AttentionConfig]:
-        """What an attention backend is built for: by layer."""
+        """Describes by layer what an attention backend computes."""
         return {index: block.attention for index, block in self.attention_blocks.items()}
 
     @property
     def head_dims(self) -> list[int]:
-        """Of each layer that attends."""
+        """Returns the size of the heads of each layer that attends."""
         return [block.head_dim for block in self.attention_blocks.values()]
 
     @property
@@ -73,11 +73,11 @@ class ModelShape:
         return sum(8 * table.head_dim for table in self.rope_tables)
 
     def kept(self, dtype: DType) -> list[Kept]:
-        """By layer: what a slot keeps of it."""
+        """Declares by layer what a slot keeps of it."""
         return [_kept(layer, TORCH_DTYPES[dtype]) for layer in self.layers]
 
     def token_bytes(self, dtype: DType) -> int:
-        """Bytes that a slot keeps for each token."""
+        """Counts the bytes that a slot keeps for each token."""
         return CacheLayout.of(self.kept(dtype), self.num_layers).token_bytes
 
     @property

@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         return self.leave(self.run(self.enter(input_ids), now, 0, self.config.num_layers))
 
     def look_up(self, positions: torch.Tensor, attend: Attend) -> Pass:
-        """What layers need of tokens at these positions, int64 `[T]`."""
+        """Gathers what layers need of tokens at these positions, int64 `[T]`."""
         return Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend)
 
     def enter(self, input_ids: torch.Tensor) -> Residual:

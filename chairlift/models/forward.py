@@ -128,7 +128,7 @@ class InvariantForward:
 
 @torch.inference_mode()
 def _ignores_position(model: Decoder, tile_size: int) -> bool:
-    """Whether a token gets the same bits at every place in a tile of that size, tried with this model on this machine.
+    """Tries if a token gets the same bits at every place in a tile of that size, with this model on this machine.
 
     Some kernels treat the last rows of a matrix, or the elements at a thread's border, differently.
     """

@@ -26,7 +26,7 @@ _MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """What attention computes in a layer: softmax(c tanh(scale q k / c)) v over the keys in its window."""
+    """Describes what attention computes in a layer: softmax(c tanh(scale q k / c)) v over the keys in its window."""
 
     scale: float
     window: int | None = None  # keys that a query sees, its own included; None: all
@@ -78,7 +78,7 @@ class Forward(Protocol):
 
 
 def find_head_obstacle(head_dims: Iterable[int], alignment: int) -> str | None:
-    """Why kernels that take multiples of `alignment` cannot take heads of those sizes; None if they can."""
+    """Says why kernels that take multiples of `alignment` cannot take heads of those sizes; None if they can."""
     wrong = [head_dim for head_dim in head_dims if head_dim > _MAX_HEAD_DIM or head_dim % alignment]
     if not wrong:
         return None

@@ -18,7 +18,7 @@ _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus
 
 
 class QKNorm(StrEnum):
-    """What one norm of queries (or keys) spans, before they are rotated."""
+    """Tells what one norm of queries (or keys) spans, before they are rotated."""
 
     NONE = "none"
     HEAD = "head"
@@ -51,7 +51,7 @@ class AttentionBlock:
 
     @property
     def attention(self) -> AttentionConfig:
-        """What an attention backend computes for it."""
+        """Describes what an attention backend computes for it."""
         return AttentionConfig(self.scale, self.window, self.softcap)
 
     def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> "SelfAttention":

@@ -83,7 +83,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What blocks need of the pass beside their input."""
+    """Carries what blocks need of the pass beside their input."""
 
     ropes: Mapping[RopeTable, torch.Tensor]  # [2, T, 1, rotated] each: cosines and sines of the tokens
     attend: Attend
@@ -112,7 +112,7 @@ class Block(Protocol):
         ...
 
     def weights(self) -> tuple[Weight, ...]:
-        """What checkpoints may hold of it. Names are within the block, and llama.cpp's within the layer."""
+        """Lists what checkpoints may hold of it. Names are within the block, and llama.cpp's within the layer."""
         ...
 
     def divide(self, num_ranks: int) -> "Block":
@@ -120,11 +120,11 @@ class Block(Protocol):
         ...
 
     def find_split_obstacle(self, num_ranks: int) -> str | None:
-        """Why it cannot be divided over so many ranks; None if it can."""
+        """Says why it cannot be divided over so many ranks; None if it can."""
         ...
 
     def kept(self, dtype: torch.dtype) -> Kept:
-        """What a slot keeps of it, in a model that computes in that format."""
+        """Declares what a slot keeps of it, in a model that computes in that format."""
         ...
 
     def native_shape(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What stands before and after the layers: the embedding, the last norm and the head."""
+"""Names the weights before and after the layers: the embedding, the last norm and the head."""
 
 from chairlift.models.blocks.block import Cut, Part, Units, Weight
 

@@ -13,7 +13,7 @@ from chairlift.models.layers import RMSNorm
 
 
 class Norms(StrEnum):
-    """Where a layer's norms are: before a block, after it (before the residual is added), or both."""
+    """Places a layer's norms before a block, after it (before the residual is added), or both."""
 
     PRE = "pre"
     POST = "post"
@@ -21,7 +21,7 @@ class Norms(StrEnum):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What the names of the norms around a block begin with in the wiring."""
+        """Returns how the names of the norms around a block begin in the wiring."""
         return tuple(self.split(" and "))
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from simulation.workload import text
 
+from chairlift.cache.ledger import SlotLedger
 from chairlift.engine.journal import Journal
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.plan import RowResult, SlotCopy, StepPlan
@@ -50,30 +51,37 @@ def make_request(
     return Request(str(number), prompt, _PARAMS, max_tokens, seed=number, options=options)
 
 
+def begin(scheduler: Scheduler, slots: SlotLedger, plan: StepPlan) -> StepPlan:
+    """Begins a launch; what precedes it costs nothing here."""
+    plan = scheduler.advance(plan)
+    slots.performed(len(plan.jobs))
+    return plan
+
+
 def num_copied_in(plan: StepPlan) -> int:
     """Tokens that have to be copied between slots before the step computes."""
     return sum(job.num_tokens for job in plan.jobs if isinstance(job, SlotCopy))
 
 
-def timed_step(scheduler: Scheduler, journal: Journal | None = None) -> StepTimes:
+def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None = None) -> StepTimes:
     """Schedules, advances and updates, with token 1 for every row that is sampled.
 
     With a journal, the launch and its events are noted there as well.
     """
-    begin = perf_counter()
+    start = perf_counter()
     plan = scheduler.schedule()
     planned = perf_counter()
     results = [_RESULT if row.is_sampled else _NO_RESULT for row in plan.rows]
     ready = perf_counter()
-    plan = scheduler.advance(plan)
+    plan = begin(scheduler, slots, plan)
     advanced = perf_counter()
     events = scheduler.update(plan, results)
     updated = perf_counter()
     if journal is not None:
-        journal.note_launch(plan, begin)
+        journal.note_launch(plan, start)
         journal.note_events(events)
     noted = perf_counter() - updated
-    return StepTimes(planned - begin, advanced - ready, updated - advanced, noted)
+    return StepTimes(planned - start, advanced - ready, updated - advanced, noted)
 
 
 def medians(times: Sequence[StepTimes]) -> dict[str, float]:

@@ -71,8 +71,8 @@ def _decode(num_rows: int, num_steps: int) -> Figures:
     scheduler = Scheduler(slots, 8 * num_rows, 1, max_queue_size=0)
     scheduler.add(*[make_request(8, num_steps + _WARM_UP) for _ in range(num_rows)])
     for _ in range(_WARM_UP):
-        timed_step(scheduler)
-    return medians([timed_step(scheduler) for _ in range(num_steps - 1)])
+        timed_step(scheduler, slots)
+    return medians([timed_step(scheduler, slots) for _ in range(num_steps - 1)])
 
 
 def _churn(num_rows: int, num_new: int, num_steps: int) -> Figures:
@@ -83,7 +83,7 @@ def _churn(num_rows: int, num_new: int, num_steps: int) -> Figures:
     times = []
     for _ in range(num_steps):
         scheduler.add(*[make_request(32, 1) for _ in range(num_new)])
-        times.append(timed_step(scheduler))
+        times.append(timed_step(scheduler, slots))
     return medians(times[_WARM_UP:])
 
 
@@ -114,7 +114,7 @@ def _with_queue(num_waiting: int, options: list[RequestOptions], num_steps: int)
     for _ in range(num_steps):
         while scheduler.num_waiting + scheduler.num_running < num_waiting + slots.num_slots:
             scheduler.add(next(requests))
-        times.append(timed_step(scheduler))
+        times.append(timed_step(scheduler, slots))
     return medians(times[_WARM_UP:])
 
 
@@ -186,7 +186,7 @@ def measure_journal(arguments: argparse.Namespace) -> dict[str, Figures]:
     journal, times = Journal(scheduler), []
     scheduler.add(*[make_request(16, 2 * (row + 1)) for row in range(num_rows)])
     for _ in range(arguments.steps):
-        times.append(timed_step(scheduler, journal))
+        times.append(timed_step(scheduler, slots, journal))
         scheduler.add(*[make_request(16, 2 * num_rows) for _ in range(num_rows - scheduler.num_running)])
     noted = round(US_PER_S * median(each.journal for each in times), 2)
     reading = time_calls(lambda _: journal.read_stats(), range(100))
@@ -229,10 +229,10 @@ def _admission(contents: list[list[int]], wanted: list[int]) -> float:
     scheduler = Scheduler(slots, num_tokens * len(contents), 1, max_queue_size=0)
     scheduler.add(*[make_request(len(tokens), 1, opening=tokens) for tokens in contents])
     while scheduler.has_work:
-        timed_step(scheduler)
+        timed_step(scheduler, slots)
     assert len(scheduler.warm) == len(contents), "a prompt has no slot of its own"
     scheduler.add(make_request(len(wanted), 1, opening=wanted))
-    return round(US_PER_S * timed_step(scheduler).schedule, 2)
+    return round(US_PER_S * timed_step(scheduler, slots).schedule, 2)
 
 
 _PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Figures]]] = {

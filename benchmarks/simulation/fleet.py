@@ -14,7 +14,7 @@ from itertools import count
 from math import inf
 
 import numpy as np
-from harness import num_copied_in
+from harness import begin, num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.plan import RowResult, StepPlan
@@ -171,7 +171,7 @@ class Fleet:
         replica.is_stepping = replica.scheduler.has_work
         if not replica.is_stepping:
             return
-        plan = replica.scheduler.advance(replica.scheduler.schedule())
+        plan = begin(replica.scheduler, replica.slots, replica.scheduler.schedule())
         num_copied = num_copied_in(plan)
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         self._busy[number] += seconds

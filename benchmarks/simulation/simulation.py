@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import count
 from math import inf
 
-from harness import num_copied_in
+from harness import begin, num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
@@ -208,7 +208,7 @@ class Simulation:
         plan = self._scheduler.schedule()
         self._watch.look_at(plan)
         self._note_admissions()
-        plan = self._scheduler.advance(plan)
+        plan = begin(self._scheduler, self._slots, plan)
         requests = [self._requests[row.key.tag] for row in plan.rows]
         num_copied = num_copied_in(plan)
         seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps

@@ -11,9 +11,8 @@ A slot is in flight between the `reserve` that announces writes to it and the `c
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
 
-The ledger runs ahead of the tensors: pending copies and scrubs are queued in `owed`. A plan takes them along
-(`take_owed`), so that they are performed in this order before it is computed, or the cache's manager performs them
-(`settle`).
+The ledger runs ahead of the tensors: pending copies and scrubs are queued in `owed`. A plan takes them along,
+so that they are performed in this order before it is computed, or the cache's manager performs them (`settle`).
 
 Every public method takes the lock, changes all of its slots or none, and may be called from any thread.
 """
@@ -197,17 +196,11 @@ class SlotPool:
         with self._lock:
             self.owed += self.budget.cut_all()
 
-    def take_owed(self) -> tuple[Job, ...]:
-        """Removes and returns the pending work, which the caller has performed."""
+    def performed(self, num_jobs: int) -> None:
+        """Removes the first jobs of the pending work, once they have been performed."""
         with self._lock:
-            jobs = tuple(self.owed)
-            self.owed.clear()
-            return jobs
-
-    def owe_again(self, jobs: Sequence[Job]) -> None:
-        """Puts work back that was taken and may not have been performed; doing it twice does no harm."""
-        with self._lock:
-            self.owed.extendleft(reversed(jobs))
+            for _ in range(num_jobs):
+                self.owed.popleft()
 
     def check(self) -> None:
         """Asserts the ledger's invariants. Cheap enough to run whenever the engine is idle."""

@@ -174,11 +174,15 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         `new_tokens[i]` tokens of row i are about to be written (1 each if None), then one more in each of
         `num_steps - 1` further steps. ValueError as in `SlotLedger.reserve`, before anything changes.
         """
-        return self.view(self.reserve(seq_ids, new_tokens, num_steps), num_steps)
+        reservation = self.reserve(seq_ids, new_tokens, num_steps)
+        self.settle()
+        return self.view(reservation, num_steps)
 
     def view(self, reservation: Reservation, num_steps: int = 1) -> list[ContinuousBatchingKVCacheCollection]:
-        """What `fetch` returns, for rows that are reserved already. Only this part allocates memory on the device."""
-        self.settle()
+        """What `fetch` returns, for rows that are reserved already. Only this part allocates memory on the device.
+
+        Pending copies and scrubs must have been performed.
+        """
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)
         slots = torch.tensor(reservation.seq_ids, dtype=torch.int32)

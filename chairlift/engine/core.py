@@ -141,11 +141,8 @@ class EngineCore:
         if not plan.rows:
             return False
         plan = self._scheduler.advance(plan)
-        try:
-            self._launches.append(self._computer.launch(plan))
-        except BaseException:
-            self.cache.owe_again(plan.jobs)
-            raise
+        self._launches.append(self._computer.launch(plan))
+        self.cache.performed(len(plan.jobs))  # if the launch fails, they come again, before the scrubs of all its slots
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
@@ -167,14 +164,13 @@ class EngineCore:
 
     def _settle(self) -> None:
         """Has the pending copies and scrubs performed."""
-        jobs = self.cache.take_owed()
-        if not jobs:
-            return
-        try:
-            self._computer.perform(jobs)
-        except BaseException:
-            self.cache.owe_again(jobs)
-            raise
+        while self.cache.owed:
+            try:
+                self._computer.perform([self.cache.owed[0]])
+            except BaseException as error:
+                self.ranks.give_up(error)
+                raise
+            self.cache.performed(1)  # last, so that an interrupted job is done again next time
 
     def take_snapshot(self) -> Snapshot:
         """The state between two steps, for observers."""
@@ -187,4 +183,5 @@ class EngineCore:
     def check(self) -> None:
         """Asserts that requests, slots, lengths and memory agree."""
         self._scheduler.check()
+        self._settle()
         self.cache.check_memory()

@@ -9,6 +9,7 @@ A rank ends at once when its link to rank 0 closes. When a rank is lost, rank 0 
 it, and serves no more requests.
 """
 
+import copyreg
 import logging
 import os
 import pickle
@@ -23,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import BytesIO
 from multiprocessing.connection import Connection, Pipe, wait
@@ -50,6 +51,26 @@ _NOTICE_S = 2.0  # between an error and the notice that a lost rank was its caus
 _END_S = 5.0  # for a process to end by itself
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownKey:
+    """Stands for a key that the reader has."""
+
+    number: int
+
+
+class GuidedElsewhere:
+    """Stands for a grammar whose masks another process applies; the row is sampled as if it had them."""
+
+    is_ready = True
+
+    def foresee(self) -> None:
+        """Another process guesses."""
+
+    def advance(self, token_id: int) -> bool:
+        """Another process takes tokens."""
+        raise NotImplementedError
+
+
 class PlanWriter:
     """Pickles plans for other processes. The keys of sequences, which may be large, are sent once.
 
@@ -69,21 +90,17 @@ class PlanWriter:
             number = known.get(key)
             if number is None:
                 number, self._num_keys = self._num_keys, self._num_keys + 1
-                new[number] = replace(key, grammar=None)
+                new[number] = key if key.grammar is None else replace(key, grammar=GuidedElsewhere())
             self._numbers[key] = number
         buffer = BytesIO()
         pickle.dump(new, buffer, pickle.HIGHEST_PROTOCOL)
-        _Pickler(buffer, self._numbers).dump(plan)
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, SamplingKey: self._reduce}
+        pickler.dump(plan)
         return buffer.getvalue()
 
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: BytesIO, numbers: dict[SamplingKey, int]) -> None:
-        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self._numbers = numbers
-
-    def persistent_id(self, obj: object) -> int | None:
-        return self._numbers[obj] if isinstance(obj, SamplingKey) else None
+    def _reduce(self, key: SamplingKey) -> tuple[type[_KnownKey], tuple[int]]:
+        return _KnownKey, (self._numbers[key],)
 
 
 class PlanReader:
@@ -95,22 +112,13 @@ class PlanReader:
     def read(self, written: bytes) -> StepPlan:
         """Returns the next plan."""
         buffer = BytesIO(written)
-        known = self._keys | pickle.load(buffer)
-        reader = _Unpickler(buffer, known)
-        plan: StepPlan = reader.load()
-        self._keys = reader.used
+        known, self._keys = self._keys | pickle.load(buffer), {}
+        plan: StepPlan = pickle.load(buffer)
+        for row in plan.rows:
+            placeholder: object = row.key
+            assert isinstance(placeholder, _KnownKey), "a key is written with a plan"
+            row.key = self._keys[placeholder.number] = known[placeholder.number]
         return plan
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, buffer: BytesIO, keys: dict[int, SamplingKey]) -> None:
-        super().__init__(buffer)
-        self._keys = keys
-        self.used: dict[int, SamplingKey] = {}
-
-    def persistent_load(self, pid: int) -> SamplingKey:
-        self.used[pid] = self._keys[pid]
-        return self._keys[pid]
 
 
 class _Divided(Ranks):

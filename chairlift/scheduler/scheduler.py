@@ -169,7 +169,7 @@ class Scheduler:
             request.num_launches += 1
             valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
-        return replace(plan, jobs=self._slots.take_owed(), reservation=reservation)
+        return replace(plan, jobs=tuple(self._slots.owed), reservation=reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per changed row."""

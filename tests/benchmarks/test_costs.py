@@ -63,9 +63,9 @@ def test_a_timed_step_is_a_whole_step() -> None:
     assert requests[1].prompt_token_ids[:2] == [7, 8]
     scheduler.add(*requests)
     states = list(scheduler.waiting)
-    timed_step(scheduler)
+    timed_step(scheduler, slots)
     assert [state.num_output_tokens for state in states] == [1, 1]
-    timed_step(scheduler)
+    timed_step(scheduler, slots)
     assert not scheduler.has_work
     assert [state.num_output_tokens for state in states] == [2, 1]
 

@@ -153,6 +153,7 @@ def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:
     plan = core._scheduler.schedule()
     plan = core._scheduler.advance(plan)
     results = core._runner.launch(plan).wait()
+    core.cache.performed(len(plan.jobs))
     core._scheduler.update(plan, results)
     return plan, results
 

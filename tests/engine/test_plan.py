@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.executor import Executor, open_model
-from chairlift.engine.parallel import PlanReader, PlanWriter
+from chairlift.engine.parallel import GuidedElsewhere, PlanReader, PlanWriter
 from chairlift.engine.ranks import Ranks
+from chairlift.engine.sampling.token_rules import BadWords, RuleFilter, TokenRules
 from chairlift.plan import SAMPLE, RowPlan, RowResult, SamplingKey, SlotCopy, StepPlan
 from tests.engine.support import ENGINE, PROMPTS, make_llm
 from tests.engine.test_overlap import CASES
@@ -78,4 +80,16 @@ def test_a_plan_reaches_another_process_as_it_is_and_each_sequence_is_introduced
         assert (read.jobs, read.num_expected) == (plan.jobs, plan.num_expected)
     assert sizes == [2, 0, 0, 1, 0]
     (row,) = reader.read(writer.write(StepPlan((RowPlan(guided, 0, 0, (7,), 0, SAMPLE),), 1, 1))).rows
-    assert row.key.grammar is None
+    assert isinstance(row.key.grammar, GuidedElsewhere)  # so that it is sampled where masks are applied
+
+
+def test_a_rows_rules_reach_another_process_as_allowed_tokens_on_the_host_wherever_they_are_used() -> None:
+    refused = torch.tensor([False, True])
+    rules = TokenRules(BadWords([[1, 2]]), refused)
+    used = RuleFilter(rules)
+    assert used.follows_text
+    rules._sent = refused.to("meta")  # as after a step on a device
+    assert rules.refused_on(torch.device("meta")) is rules._sent
+    received = pickle.loads(pickle.dumps(used))
+    assert received.rules.bad_words is None
+    assert torch.equal(received.rules.refused_on(torch.device("cpu")), refused)

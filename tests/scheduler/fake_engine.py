@@ -128,6 +128,7 @@ class Driver:
         if plan.rows:
             plan = self.scheduler.advance(plan)
             self.begin(plan)
+            self.slots.performed(len(plan.jobs))
             self.in_flight.append(plan)
         self.scheduler.check()
         return plan
@@ -213,7 +214,7 @@ class FakeEngine(Driver):
         self.events = self.scheduler.expire()
         self._note_ends(self.events)
         plan = self.launch()
-        copies = self._copies if plan.rows else self._perform(self.slots.take_owed())
+        copies = self._copies if plan.rows else self._settle()
         if self.in_flight and (not plan.rows or len(self.in_flight) > self._num_ahead):
             self._land()
         return written(plan, copies)
@@ -295,6 +296,12 @@ class FakeEngine(Driver):
     def _note_ends(self, events: list[TokenEvent]) -> None:
         self.ends.update(event.request_id for event in events if event.finish_reason is not None)
         self.rejections |= {event.request_id: event.rejection for event in events if event.rejection is not None}
+
+    def _settle(self) -> list[SlotCopy]:
+        """Does what no plan takes along."""
+        copies = self._perform(list(self.slots.owed))
+        self.slots.owed.clear()
+        return copies
 
     def _perform(self, jobs: Sequence[Job]) -> list[SlotCopy]:
         """Copies and scrubs, and returns the copies."""

@@ -38,7 +38,9 @@ class Tower(Driver):
 
     def scrubbed(self) -> list[Scrub]:
         """What the ledger owes, which from now on it does not."""
-        return [job for job in self.slots.take_owed() if isinstance(job, Scrub)]
+        jobs = list(self.slots.owed)
+        self.slots.owed.clear()
+        return [job for job in jobs if isinstance(job, Scrub)]
 
 
 # Ends

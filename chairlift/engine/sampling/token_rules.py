@@ -151,13 +151,16 @@ class TokenRules:
     """The rules of one request, which its choices share."""
 
     bad_words: BadWords | None
-    refused: torch.Tensor | None  # bool [vocab]: not among the allowed tokens; None: all are allowed
+    refused: torch.Tensor | None  # bool [vocab], on the host: not among the allowed tokens; None: all are allowed
+    _sent: torch.Tensor | None = None  # the same on a device
 
     def refused_on(self, device: torch.device) -> torch.Tensor | None:
-        """`refused` on that device, where it then stays."""
-        if self.refused is not None and self.refused.device != device:
-            self.refused = send(self.refused, device)
-        return self.refused
+        """Returns `refused` on that device, where it then stays."""
+        if self.refused is None or self.refused.device == device:
+            return self.refused
+        if self._sent is None or self._sent.device != device:
+            self._sent = send(self.refused, device)
+        return self._sent
 
 
 class RuleFilter:
@@ -167,6 +170,10 @@ class RuleFilter:
         self.rules = rules
         self._state = START
         self._num_seen = 0
+
+    def __reduce__(self) -> tuple[type["RuleFilter"], tuple[TokenRules]]:
+        """Other processes need the allowed tokens only: what follows from bad words comes with each plan."""
+        return RuleFilter, (TokenRules(None, self.rules.refused),)
 
     @property
     def follows_text(self) -> bool:

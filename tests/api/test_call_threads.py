@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
@@ -16,10 +17,11 @@ from chairlift.api.http import threads as module
 from chairlift.api.http.threads import CallThreads
 from chairlift.api.openai import routes
 from chairlift.api.openai.replies import ChatReply
+from chairlift.engine.async_llm import OffLoop
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 from chairlift.params import RequestOutput
 from tests.api.conftest import Server
-from tests.api.contract import CHAT
+from tests.api.contract import CHAT, COMPLETIONS
 from tests.api.fault_support import held, post, until_idle
 from tests.engine.async_support import DEADLINE_S, wait_until
 
@@ -229,3 +231,32 @@ async def test_a_reply_of_many_scored_tokens_is_made_elsewhere(server: Server, s
                     assert (await client.rest())[-1].endswith("data: [DONE]\n\n")
             await until_idle(server)
     assert {name.partition("_")[0] for name in threads} == {"MainThread", "chairlift-worker"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "num_turns"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "Hi!"}]}, 1),
+        (CHAT, {"messages": [{"role": "user", "content": "Hi!"}], "response_format": {"type": "json_object"}}, 2),
+        (COMPLETIONS, {"prompt": ["a", "b", "c"]}, 3),
+    ],
+)
+async def test_a_request_takes_one_turn_and_one_more_per_further_prompt_or_grammar(
+    server: Server, path: str, fields: dict[str, Any], num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, for_client = list[object](), CallThreads.for_client
+
+    def counted(threads: CallThreads, client: str) -> OffLoop:
+        off_loop = for_client(threads, client)
+
+        async def run(function: Callable[..., Any], /, *args: Any) -> Any:
+            turns.append(function)
+            return await off_loop(function, *args)
+
+        return run
+
+    monkeypatch.setattr(CallThreads, "for_client", counted)
+    async with await post(server, {**fields, "max_tokens": 1}, path) as client:
+        assert "200 OK" in await client.head()
+    assert len(turns) == num_turns
+    await until_idle(server)

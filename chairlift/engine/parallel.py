@@ -9,7 +9,6 @@ A rank ends at once when its link to rank 0 closes. When a rank is lost, rank 0 
 it, and serves no more requests.
 """
 
-import copyreg
 import logging
 import os
 import pickle
@@ -17,16 +16,14 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from io import BytesIO
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,86 +36,18 @@ from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
+from chairlift.engine.interpreter import start_interpreter
+from chairlift.engine.plan_pickling import PlanReader, PlanWriter
 from chairlift.engine.ranks import Computer, Ranks
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
-from chairlift.plan import Job, SamplingKey, StepPlan
+from chairlift.plan import Job, StepPlan
 
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0  # between an error and the notice that a lost rank was its cause
 _END_S = 5.0  # for a process to end by itself
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownKey:
-    """Stands for a key that the reader has."""
-
-    number: int
-
-
-class GuidedElsewhere:
-    """Stands for a grammar whose masks another process applies; the row is sampled as if it had them."""
-
-    is_ready = True
-
-    def foresee(self) -> None:
-        """Another process guesses."""
-
-    def advance(self, token_id: int) -> bool:
-        """Another process takes tokens."""
-        raise NotImplementedError
-
-
-class PlanWriter:
-    """Pickles plans for other processes. The keys of sequences, which may be large, are sent once.
-
-    A reader has the keys of the plan before; a row that rests for a step brings its key again. Grammars stay here: only
-    rank 0's tokens count, and it masks its own logits.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[SamplingKey, int] = {}  # of the keys in the last plan
-        self._num_keys = 0
-
-    def write(self, plan: StepPlan) -> bytes:
-        """Returns the plan for `PlanReader.read`, which must read all plans in order."""
-        known, self._numbers = self._numbers, {}
-        new: dict[int, SamplingKey] = {}
-        for key in (row.key for row in plan.rows):
-            number = known.get(key)
-            if number is None:
-                number, self._num_keys = self._num_keys, self._num_keys + 1
-                new[number] = key if key.grammar is None else replace(key, grammar=GuidedElsewhere())
-            self._numbers[key] = number
-        buffer = BytesIO()
-        pickle.dump(new, buffer, pickle.HIGHEST_PROTOCOL)
-        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = {**copyreg.dispatch_table, SamplingKey: self._reduce}
-        pickler.dump(plan)
-        return buffer.getvalue()
-
-    def _reduce(self, key: SamplingKey) -> tuple[type[_KnownKey], tuple[int]]:
-        return _KnownKey, (self._numbers[key],)
-
-
-class PlanReader:
-    """Reads what a `PlanWriter` has written."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, SamplingKey] = {}
-
-    def read(self, written: bytes) -> StepPlan:
-        """Returns the next plan."""
-        buffer = BytesIO(written)
-        known, self._keys = self._keys | pickle.load(buffer), {}
-        plan: StepPlan = pickle.load(buffer)
-        for row in plan.rows:
-            placeholder: object = row.key
-            assert isinstance(placeholder, _KnownKey), "a key is written with a plan"
-            row.key = self._keys[placeholder.number] = known[placeholder.number]
-        return plan
 
 
 class _Divided(Ranks):
@@ -308,18 +237,6 @@ class _Others:
                     last_words[index] = said
                 else:
                     self._answers[index].put(said)
-
-
-# --- processes
-
-
-def start_interpreter(program: str, fd: int) -> "subprocess.Popen[bytes]":
-    """Starts a process that runs a Python program and inherits a file descriptor. It finds modules where this process
-    does, and runs nothing of the user's main program.
-    """
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.DEVNULL, pass_fds=[fd])
 
 
 def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:

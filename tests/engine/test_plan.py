@@ -10,7 +10,7 @@ import torch
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.executor import Executor, open_model
-from chairlift.engine.parallel import GuidedElsewhere, PlanReader, PlanWriter
+from chairlift.engine.plan_pickling import GuidedElsewhere, PlanReader, PlanWriter
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.token_rules import BadWords, RuleFilter, TokenRules
 from chairlift.plan import SAMPLE, RowPlan, RowResult, SamplingKey, SlotCopy, StepPlan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 from chairlift.api.workers.worker import work
-from chairlift.engine.parallel import start_interpreter
+from chairlift.engine.interpreter import start_interpreter
 from chairlift.errors import ConfigurationError
 from chairlift.models.families import preload
 

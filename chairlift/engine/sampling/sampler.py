@@ -17,7 +17,8 @@ from chairlift.device import bring, send, to_device
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
-from chairlift.engine.sampling.token_rules import PenaltyBatch, PenaltyState, RuleFilter, TokenIds
+from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
+from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
 from chairlift.plan import ON_DEVICE, RowPlan, SamplingKey, Work
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.config import BenchConfig
 from chairlift.loadtest.summary import (
     INCOMPLETE_STREAM,
     BenchError,

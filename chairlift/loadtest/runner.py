@@ -24,10 +24,11 @@ from typing import Any
 from aiohttp import ClientSession
 from tqdm import tqdm
 
-from chairlift.loadtest import DEFAULT_CONCURRENCY, SWEPT_FIELDS, BenchConfig, SweepValues
 from chairlift.loadtest.client import allow_many_connections, first_model, open_session, send
+from chairlift.loadtest.config import DEFAULT_CONCURRENCY, BenchConfig
 from chairlift.loadtest.report import report_sweep, report_test
 from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, BenchResult, RequestFailure, RequestRecord, Sweep
+from chairlift.loadtest.values import SWEPT_FIELDS, SweepValues
 from chairlift.loadtest.workload import Conversation, Message, Turn, Workload, build_workload
 
 TICK_S = 0.01

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.config import BenchConfig
 
 MS_PER_S = 1e3
 MAX_MESSAGE_CHARS = 200

@@ -23,8 +23,9 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from chairlift.loadtest import BenchConfig, Lengths
+from chairlift.loadtest.config import BenchConfig
 from chairlift.loadtest.summary import MS_PER_S, BenchError, one_line
+from chairlift.loadtest.values import Lengths
 
 BLOCK_TOKENS = 512
 

@@ -1,26 +1,9 @@
-"""Architectures, attention backends, and the loading of checkpoints. Here: what can run a model, and its loading.
+"""Architectures, attention backends, and the loading of checkpoints."""
 
-A model is run by a `Forward` (`attention`): native code (`cpu`), or torch with an attention backend.
-"""
-
-import logging
-from typing import TYPE_CHECKING
-
-import torch
-
-from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
-from chairlift.errors import ConfigurationError
-from chairlift.models import cpu
-from chairlift.models.attention import Backend, Forward, flash, torch_sdpa
+from chairlift.models.backends import find_obstacle, load_backend, load_forward
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
-from chairlift.models.config import AdaptedConfig, ModelShape
-from chairlift.models.decoder import Decoder
 from chairlift.models.forward import InvariantForward, PiecewiseForward, TorchForward
 from chairlift.models.loader import load_adapted, load_model, make_dummy_model
-from chairlift.models.parallel import CheckpointPart
-
-if TYPE_CHECKING:
-    from chairlift.models.adapter import AdaptedDecoder
 
 __all__ = [
     "Checkpoint",
@@ -35,96 +18,3 @@ __all__ = [
     "make_dummy_model",
     "open_checkpoint",
 ]
-
-logger = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
-
-
-def find_obstacle(
-    backend: AttentionBackend, model: ModelShape, dtype: DType, device: str, num_ranks: int = 1
-) -> str | None:
-    """Why the backend cannot run that model in that format on that device ("cpu", "cuda:0"); None if it can.
-
-    For the cpu backend this compiles its kernels, if that has not been done before.
-    """
-    match backend:
-        case AttentionBackend.CPU:
-            return cpu.find_obstacle(model, dtype, device, num_ranks)
-        case AttentionBackend.FLASH_ATTN:
-            return flash.find_obstacle(model.head_dims, dtype, device)
-        case AttentionBackend.TORCH:
-            return None
-
-
-def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, device: torch.device = _CPU) -> Backend:
-    """The attention of `flash_attn` or `torch` for that model, for which there must be no obstacle.
-
-    `ConfigurationError` if its package cannot be imported.
-    """
-    if name is AttentionBackend.FLASH_ATTN:
-        try:
-            return flash.load_flash_attn(model.attention, device)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"
-                " or choose attention_backend torch"
-            ) from error
-    if device.type == "cpu":
-        return torch_sdpa.TorchBackend(model.attention)
-    has_softcap = any(each.softcap is not None for each in model.attention.values())
-    if model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap):
-        return flash.TorchVarlenBackend(model.attention)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares each new shape anew, and prompts have many
-    logger.info("attention: torch copies the slots of decode rows together, which costs bandwidth")
-    return torch_sdpa.TorchBackend(model.attention, is_in_place=False)
-
-
-def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
-    """Loads a checkpoint's weights, to be run by the backend that the configuration names."""
-    if config.slot_len != config.max_seq_len:
-        logger.info(
-            "max_seq_len %d: slots have memory for %d tokens, since %s reads them in pages",
-            config.max_seq_len,
-            config.slot_len,
-            config.attention_backend,
-        )
-    if isinstance(checkpoint.config, AdaptedConfig):
-        return _load_adapted_forward(checkpoint, config)
-    is_native = config.attention_backend is AttentionBackend.CPU
-    lengths = config.max_seq_len, 1 if is_native else config.slot_len  # native code makes rotary tables of its own
-    if config.load_format is LoadFormat.DUMMY:
-        model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
-    else:
-        model = load_model(
-            checkpoint,
-            config.dtype,
-            config.device,
-            *lengths,
-            keeps_groups=config.keeps_groups,
-            reads_late=is_native,
-        )
-    if is_native:
-        return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization)
-    model.pack()
-    if isinstance(checkpoint, CheckpointPart):
-        checkpoint.connect(model)
-    if config.batch_invariant:
-        return InvariantForward(model)
-    return _with_attention(model, model.config, config)
-
-
-def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
-    if config.batch_invariant or config.load_format is LoadFormat.DUMMY:
-        setting = "batch_invariant" if config.batch_invariant else "load_format dummy"
-        raise ConfigurationError(
-            f"{setting} works with the families that docs/models.md lists, and {checkpoint.config.architecture} is in"
-            " none; leave it out"
-        )
-    return _with_attention(load_adapted(checkpoint, config.dtype, config.device), checkpoint.config, config)
-
-
-def _with_attention(model: "Decoder | AdaptedDecoder", shape: ModelShape, config: ResolvedConfig) -> TorchForward:
-    attention = load_backend(config.attention_backend, shape, model.dtype, model.device)
-    logger.info("attention: %s on %s", type(attention).__name__, model.device)
-    return PiecewiseForward(model, attention) if isinstance(model, Decoder) else TorchForward(model, attention)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift import LLM, EngineConfig, SamplingParams, models
+from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
@@ -21,6 +21,7 @@ from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
+from chairlift.models import backends
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.params import RequestOutput
 from chairlift.scheduler import Request
@@ -40,7 +41,7 @@ def graphed(model: str, recorder: Recorder | None, num_ahead: int = 0, **config:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
     with pytest.MonkeyPatch.context() as patch:
         copying = TorchBackend
-        patch.setattr(models, "load_backend", lambda _, model, *__: copying(model.attention, is_in_place=False))
+        patch.setattr(backends, "load_backend", lambda _, model, *__: copying(model.attention, is_in_place=False))
         patch.setattr(Pacing, "of", lambda _: Pacing(num_ahead, recorder))
         llm = LLM(model, **{**PLAIN, **config})
     with llm:

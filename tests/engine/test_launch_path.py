@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from chairlift import LLM, models
+from chairlift import LLM
 from chairlift.config import DType
 from chairlift.engine import executor as executor_module
 from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.executor import Pacing
+from chairlift.models import backends
 from chairlift.models.attention import Backend
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
@@ -78,7 +79,7 @@ def make(tiny: str, recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())  # only graphs of four rows
 
     def make_with(backend: str, *, has_graphs: bool) -> LLM:
-        monkeypatch.setattr(models, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
+        monkeypatch.setattr(backends, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
         monkeypatch.setattr(Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
         return LLM(tiny, dtype="bfloat16", device="cuda", attention_backend="torch", **settings)

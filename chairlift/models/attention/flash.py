@@ -14,17 +14,8 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType
-from chairlift.models.attention import (
-    Attend,
-    AttentionConfig,
-    Backend,
-    BatchMetadata,
-    append_tokens,
-    find_head_obstacle,
-    key_lengths,
-    prepare_apart,
-    view_length,
-)
+from chairlift.models.attention.backend import Attend, AttentionConfig, Backend, BatchMetadata, find_head_obstacle
+from chairlift.models.attention.batches import append_tokens, key_lengths, prepare_apart, view_length
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
 

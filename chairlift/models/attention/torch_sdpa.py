@@ -17,7 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention import Attend, AttentionConfig, BatchMetadata, append_tokens, view_length
+from chairlift.models.attention.backend import Attend, AttentionConfig, BatchMetadata
+from chairlift.models.attention.batches import append_tokens, view_length
 
 
 def _attention(

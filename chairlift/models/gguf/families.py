@@ -16,7 +16,8 @@ import torch
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.config import LAYER_TYPES, ModelConfig
 from chairlift.models.families import FAMILIES
-from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, read_tensor
+from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
+from chairlift.models.gguf.header import GGUFFile
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor
 

@@ -1,0 +1,179 @@
+"""Reads the tensors of a GGUF file: plain numbers, or blocks of 32 or 256 neighbours that share scales.
+
+Blocks become weights in groups of 32. Their layouts are those of ggml
+(https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A decoder takes blocks as uint8 `[n, bytes]` and
+returns groups: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4 bits), scales and offsets
+`[n, elements / 32]`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from chairlift.models.gguf.header import TensorInfo
+from chairlift.models.grouped import GroupedWeight
+from chairlift.models.stored import GroupFormat
+
+Kind = GGMLQuantizationType
+
+GROUP_SIZE = 32
+PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
+_GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
+_ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
+_Q8_MAX = 127
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    values: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A type of blocks, and the format of its groups."""
+
+    decode: Callable[[torch.Tensor], _Groups]
+    num_bits: int
+    scale_dtype: torch.dtype = torch.float16
+    has_offsets: bool = False
+
+
+def format_of(kind: Kind) -> GroupFormat | None:
+    """The group format of a readable type; None: plain numbers."""
+    if kind in PLAIN:
+        return None
+    blocks = _BLOCKS[kind]
+    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize * (1 + blocks.has_offsets))
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
+    """The tensor, in the file's own dtype or in groups. The file is mapped for as long as this takes."""
+    size = info.path.stat().st_size
+    mapped = torch.from_file(str(info.path), shared=False, size=size, dtype=torch.uint8)
+    written = mapped[info.offset : info.offset + info.num_bytes]
+    if info.kind in PLAIN:
+        return written.clone().view(PLAIN[info.kind]).view(info.shape)
+    return _read_groups(written.view(info.shape[0], -1), info)
+
+
+def _read_groups(rows: torch.Tensor, info: TensorInfo) -> GroupedWeight:
+    """uint8 `[out, bytes]`, some rows at a time."""
+    blocks, block_bytes = _BLOCKS[info.kind], GGML_QUANT_SIZES[info.kind][1]
+    num_outputs, num_inputs = info.shape
+    values_of = torch.uint8 if blocks.num_bits == 4 else torch.int8
+    values = torch.empty(num_outputs, num_inputs * blocks.num_bits // 8, dtype=values_of)
+    scales = torch.empty(num_outputs, num_inputs // GROUP_SIZE, dtype=blocks.scale_dtype)
+    offsets = torch.empty_like(scales) if blocks.has_offsets else None
+    step = max(1, _ELEMENTS_AT_ONCE // num_inputs)
+    for start in range(0, num_outputs, step):
+        some = slice(start, start + step)
+        groups = blocks.decode(rows[some].reshape(-1, block_bytes))
+        values[some] = groups.values.reshape(-1, values.shape[1])
+        scales[some] = groups.scales.view(-1, scales.shape[1])
+        if offsets is not None and groups.offsets is not None:
+            offsets[some] = groups.offsets.view(-1, scales.shape[1])
+    return GroupedWeight(blocks.num_bits, values, scales, offsets)
+
+
+def _halves(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[n, 2 k]` -> float16 `[n, k]`"""
+    return stored.contiguous().view(torch.float16)
+
+
+def _nibbles(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., k]` -> `[..., 2 k]`: all low halves, then all high ones."""
+    return torch.cat((stored & 15, stored >> 4), dim=-1)
+
+
+def _paired(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., k]` -> `[..., k]`: halves in the order of `_nibbles`, the first of two neighbours in the low half.
+
+    Computed on eight bytes at once: neighbours move together, until their pairs fill the lower four.
+    """
+    words = stored.contiguous().view(torch.int64)
+    words = torch.cat((words & _LOW_HALVES, words >> 4 & _LOW_HALVES), dim=-1)
+    for shift, mask in _GATHERING:
+        words |= words >> shift
+        words &= mask
+    return words.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
+
+
+def _bits(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[n, 4]` -> `[n, 32]`: bit i of a little-endian number is element i's."""
+    return ((stored[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
+def _decode_q4_0(blocks: torch.Tensor) -> _Groups:
+    scales = _halves(blocks[:, :2])
+    return _Groups(_paired(blocks[:, 2:]), scales, -8 * scales)  # exact: a power of two
+
+
+def _decode_q4_1(blocks: torch.Tensor) -> _Groups:
+    return _Groups(_paired(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+
+
+def _decode_q5_0(blocks: torch.Tensor) -> _Groups:
+    values = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    return _Groups(values.view(torch.int8) - 16, _halves(blocks[:, :2]))
+
+
+def _decode_q5_1(blocks: torch.Tensor) -> _Groups:
+    values = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    return _Groups(values.view(torch.int8), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+
+
+def _decode_q8_0(blocks: torch.Tensor) -> _Groups:
+    return _Groups(blocks[:, 2:].view(torch.int8), _halves(blocks[:, :2]))
+
+
+def _decode_q4_k(blocks: torch.Tensor) -> _Groups:
+    values = _paired(blocks[:, 16:].reshape(-1, 4, 32))  # each 32 bytes: one group, then the next
+    return _Groups(values, *_k_scales(blocks))
+
+
+def _decode_q5_k(blocks: torch.Tensor) -> _Groups:
+    fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8 groups, 32]
+    values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
+    return _Groups(values.view(torch.int8), *_k_scales(blocks))
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of 8 groups, float32: products of a float16 for all of them and 6 bits for each."""
+    low, middle, high = blocks[:, 4:16].view(-1, 3, 4).unbind(1)  # 8 scales and 8 minima of 6 bits in 12 bytes
+    scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1)
+    minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1)
+    return _halves(blocks[:, :2]).float() * scales, -_halves(blocks[:, 2:4]).float() * minima
+
+
+def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
+    """16 neighbours share a scale: in groups of 32 they are rounded to 255 steps, with nearly the same error."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
+    high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
+    values = (low | high.view(-1, 8, 32) << 4).view(torch.int8) - 32
+    scales = _halves(blocks[:, 208:]).float() * blocks[:, 192:208].view(torch.int8)  # [n, 16]
+    largest = values.view(-1, 16, 16).abs().amax(dim=-1) * scales.abs()
+    exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
+    steps = exact.half()
+    steps = (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
+    ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
+    return _Groups(nearest.to(torch.int8), steps)
+
+
+_BLOCKS = {
+    Kind.Q8_0: _Blocks(_decode_q8_0, 8),
+    Kind.Q4_0: _Blocks(_decode_q4_0, 4, has_offsets=True),
+    Kind.Q4_1: _Blocks(_decode_q4_1, 4, has_offsets=True),
+    Kind.Q5_0: _Blocks(_decode_q5_0, 8),
+    Kind.Q5_1: _Blocks(_decode_q5_1, 8, has_offsets=True),
+    Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True),
+    Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
+    Kind.Q6_K: _Blocks(_decode_q6_k, 8),
+}
+READABLE = (*PLAIN, *_BLOCKS)

@@ -1,0 +1,214 @@
+"""Reads the header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata and tensors.
+
+A file may come from anywhere, so its header is trusted only as far as the file's size confirms it: no number in it
+makes this loop or allocate beyond the file's own size. (The package gguf reads the same header, but its loops run as
+long as the header says.)
+"""
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from chairlift.errors import CheckpointError, named, shown
+
+_SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_HEADER = 2**28  # bytes; a vocabulary of half a million tokens with its merges takes 30 MB
+_MAX_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+
+Metadata = dict[str, Any]
+"""Numbers, booleans, strings, lists of strings, and numpy arrays of numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of a tensor. Its bytes are within the file."""
+
+    shape: tuple[int, ...]  # the outermost dimension first, as in torch
+    kind: GGMLQuantizationType
+    path: Path
+    offset: int  # bytes from the beginning of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """The header of a file, or of all parts of one that is split."""
+
+    path: Path  # of the first part
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+
+
+def is_gguf_name(path: Path) -> bool:
+    """True if a file of that name would be a GGUF file."""
+    return path.suffix.lower() == _SUFFIX
+
+
+def is_gguf(path: Path) -> bool:
+    """True if it is a GGUF file: by its name, or else by its first bytes."""
+    if not path.is_file() or is_gguf_name(path):
+        return path.is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:  # it cannot be read as anything
+        return False
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Reads the header. CheckpointError if a part is missing, damaged, truncated or of a kind that is not known."""
+    metadata: Metadata = {}
+    tensors: dict[str, TensorInfo] = {}
+    parts = parts_of(path)
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{path} is split, and {part.name} is not beside it")
+        try:
+            header = _read_header(part)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{part} is no GGUF file that can be read: {error}") from error
+        if twice := sorted(tensors.keys() & header.tensors):
+            raise CheckpointError(f"{part} holds tensor {named(twice[0])} again")
+        metadata = metadata or header.metadata
+        tensors |= header.tensors
+    count = metadata.get("split.count", 1)
+    if count not in (0, len(parts)):
+        raise CheckpointError(f"{path} is part of {count}, and its name does not say which: name-00001-of-00003.gguf")
+    return GGUFFile(parts[0], metadata, tensors)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All parts of a file that is split; else the file."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return [path]
+    stem, count, suffix = match[1], int(match[3]), match[4]
+    return [path.with_name(f"{stem}-{number + 1:05}-of-{count:05}{suffix}") for number in range(count)]
+
+
+def _read_header(path: Path) -> GGUFFile:
+    size = path.stat().st_size
+    if size < len(_MAGIC):
+        raise ValueError("it is truncated")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        if cursor.raw(len(_MAGIC)) != _MAGIC:
+            raise ValueError(f"it does not begin with {_MAGIC.decode()}")
+        (version,) = cursor.numbers("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}, and only {' and '.join(map(str, _VERSIONS))} are known")
+        num_tensors, num_fields = cursor.numbers("QQ")
+        metadata = dict(_unique(cursor.field() for _ in range(num_fields)))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment must be a power of two, not {shown(alignment)}")
+        places = dict(_unique(_tensor_place(cursor) for _ in range(num_tensors)))
+        start = -(-cursor.position // alignment) * alignment
+    infos = {}
+    for name, (shape, kind, offset) in places.items():
+        infos[name] = info = TensorInfo(shape, kind, path, start + offset, _num_bytes(name, shape, kind))
+        if info.offset + info.num_bytes > size:
+            raise ValueError(
+                f"it is truncated: tensor {named(name)} ends at byte {info.offset + info.num_bytes} of {size}"
+            )
+    return GGUFFile(path, metadata, infos)
+
+
+def _unique(items: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    seen = set()
+    for name, value in items:
+        if name in seen:
+            raise ValueError(f"it has {named(name)} twice")
+        seen.add(name)
+        yield name, value
+
+
+def _tensor_place(cursor: "_Cursor") -> tuple[str, tuple[tuple[int, ...], GGMLQuantizationType, int]]:
+    name = cursor.text()
+    (num_dimensions,) = cursor.numbers("I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {named(name)} has {num_dimensions} dimensions")
+    shape = cursor.numbers("Q" * num_dimensions)[::-1]
+    kind, offset = cursor.numbers("IQ")
+    try:
+        return name, (shape, GGMLQuantizationType(kind), offset)
+    except ValueError:
+        raise ValueError(f"tensor {named(name)} is of type {kind}, which is not known") from None
+
+
+def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    num_elements, num_bytes = GGML_QUANT_SIZES[kind]  # of a block
+    if min(shape) < 1 or shape[-1] % num_elements:
+        raise ValueError(f"tensor {named(name)} of shape {list(shape)} cannot be of type {kind.name}")
+    return math.prod(shape) // num_elements * num_bytes
+
+
+class _Cursor:
+    """Reads a header from its beginning. ValueError where it would go beyond the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._size = min(len(data), _MAX_HEADER)
+        self.position = 0
+
+    def raw(self, num_bytes: int) -> bytes:
+        start = self.position
+        if num_bytes > self._size - start:
+            raise self._cut()
+        self.position += num_bytes
+        return self._data[start : self.position]
+
+    def numbers(self, format: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{format}", self.raw(struct.calcsize(f"<{format}")))
+
+    def text(self) -> str:
+        return self.raw(_LENGTH.unpack(self.raw(_LENGTH.size))[0]).decode()
+
+    def field(self) -> tuple[str, Any]:
+        name = self.text()
+        (kind,) = self.numbers("I")
+        return name, self._array(name) if kind == _ARRAY else self._scalar(name, kind)
+
+    def _texts(self, count: int) -> Iterator[str]:
+        """As `text` for each, in a third of the time: a vocabulary has hundreds of thousands."""
+        data, end, unpack = self._data, self._size - _LENGTH.size, _LENGTH.unpack_from
+        for _ in range(count):
+            start = self.position + _LENGTH.size
+            if self.position > end or (stop := start + unpack(data, self.position)[0]) > self._size:
+                raise self._cut()
+            self.position = stop
+            yield data[start:stop].decode()
+
+    def _cut(self) -> ValueError:
+        is_whole = self._size == len(self._data)
+        return ValueError(f"it is {'truncated' if is_whole else 'too long'} in its header, at byte {self.position}")
+
+    def _scalar(self, name: str, kind: int) -> Any:
+        return self.text() if kind == _STRING else self.numbers(_format(name, kind))[0]
+
+    def _array(self, name: str) -> Any:
+        kind, count = self.numbers("IQ")
+        if kind == _STRING:
+            return list(self._texts(count))
+        number = np.dtype(f"<{_format(name, kind)}" if kind != 7 else "?")
+        return np.frombuffer(self.raw(count * number.itemsize), number)
+
+
+def _format(name: str, kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"{named(name)} is of type {kind}, which is not known")
+    return _SCALARS[kind]

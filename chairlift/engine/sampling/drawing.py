@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from chairlift.device import compiled_on_gpu, send, to_device
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.params import SamplingParams
 from chairlift.plan import RowPlan
 

@@ -25,8 +25,8 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from chairlift.device import send, to_device
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.plan import Grammar
 

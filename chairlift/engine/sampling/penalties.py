@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from chairlift.device import to_device
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.plan import RowPlan
 
 

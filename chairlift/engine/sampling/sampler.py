@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from chairlift.device import bring, send, to_device
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds

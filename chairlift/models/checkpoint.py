@@ -15,13 +15,14 @@ from huggingface_hub import snapshot_download
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.blocks import EMBEDDING, HEAD
 from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
+from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
-from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression
+from chairlift.models.stored import SafetensorsWeights, WeightReader
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"

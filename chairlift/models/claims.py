@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from chairlift.errors import CheckpointError, named, shown
+from chairlift.models.compressed import CompressedWeights
 from chairlift.models.rotary import MAX_POSITIONS
-from chairlift.models.stored import CompressedWeights, SafetensorsWeights
+from chairlift.models.stored import SafetensorsWeights
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from chairlift.engine.text import grammar as grammar_module
 from chairlift.engine.text.grammar import _NUM_THREADS, GrammarCompiler
-from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, Verdict
+from chairlift.engine.text.grammar_trial import Verdict
+from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar

@@ -17,7 +17,8 @@ from typing import Any
 from chairlift.engine.forks import finalize
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
-from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
+from chairlift.engine.text.grammar_trial import try_out
+from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
@@ -25,7 +26,7 @@ from chairlift.schemas import make_enforceable
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 3  # each may run a child process that takes up to `rehearsal._MAX_BYTES`
+_NUM_THREADS = 3  # each may run a child process that takes up to `grammar_trial._MAX_BYTES`
 _MAX_UNFINISHED = 64  # grammars that are being compiled or wait for that
 _MAX_CACHE_BYTES = 2**27
 

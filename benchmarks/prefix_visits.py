@@ -16,7 +16,8 @@ from peers.engines import OURS
 from shapes import MESSAGE_TOKENS
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.summary import MS_PER_S, BenchResult, Distribution
+from chairlift.loadtest.records import MS_PER_S
+from chairlift.loadtest.summary import BenchResult, Distribution
 
 _LENGTH_STEP = 128  # tokens to which a context is rounded up: the size of vLLM's blocks on a CPU
 _PROMPT_END_TOKENS = 1  # the mark with which the assistant's turn begins

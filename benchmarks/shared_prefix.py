@@ -37,8 +37,8 @@ from peers.workers.protocol import Settings
 from prefix_visits import Arrival, Round, Series, Trial, Visits, record, table
 from shapes import SHAPES, make_checkpoint, make_servable
 
+from chairlift.loadtest.records import BenchError
 from chairlift.loadtest.runner import make_test
-from chairlift.loadtest.summary import BenchError
 
 _NO_REUSE = Engine("no-reuse", "chairlift", sys.executable, {"enable_prefix_caching": "false"})
 _BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}

@@ -21,7 +21,7 @@ from simulation.meter import Breach
 from simulation.simulation import Machine, Setting, Simulation, settings
 from simulation.workload import Synthetic, Workload, capacity, conversations, read_workload
 
-from chairlift.loadtest.summary import BenchError
+from chairlift.loadtest.records import BenchError
 
 _DEFAULT_REQUESTS = 20_000
 _DEFAULT_LOAD = 0.8

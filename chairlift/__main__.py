@@ -102,7 +102,7 @@ def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
 
 def bench(config: "BenchConfig") -> int:
     from chairlift.api.telemetry.log import set_up_logging
-    from chairlift.loadtest.runner import run
+    from chairlift.loadtest.command import run
 
     set_up_logging()
     return run(config, _loop_factory())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from chairlift.loadtest import LENGTH_FORMS, Lengths
-from chairlift.loadtest.workload import BLOCK_TOKENS, TraceLine, read_json_lines, trace_offsets
+from chairlift.loadtest.recordings import BLOCK_TOKENS, TraceLine, read_json_lines, trace_offsets
 from simulation.costs import CostModel, StepShape
 
 _BLOCK = 4096

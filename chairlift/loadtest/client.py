@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from chairlift.loadtest.config import BenchConfig
-from chairlift.loadtest.summary import (
+from chairlift.loadtest.records import (
     INCOMPLETE_STREAM,
     BenchError,
     RequestFailed,

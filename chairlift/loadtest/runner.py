@@ -1,11 +1,8 @@
-"""A whole test: find the model, make what is to be sent, warm up, measure, report; one test or a sweep.
+"""A whole test: find the model, make what is to be sent, warm up, measure.
 
 Conversations are played a fixed number at a time (closed loop) or according to a schedule (open loop). Times are
 `time.perf_counter()` seconds. In the open loop a late client does not shift later requests, and latency counts from the
 time a request was due, so that a stalled server does not delay its own measurement ("coordinated omission").
-
-Exit codes: 0 if every request succeeded, or a sweep found a load that meets the limits; else 1. A test that cannot be
-made says why on stderr.
 """
 
 import asyncio
@@ -15,9 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -26,10 +21,10 @@ from tqdm import tqdm
 
 from chairlift.loadtest.client import allow_many_connections, first_model, open_session, send
 from chairlift.loadtest.config import DEFAULT_CONCURRENCY, BenchConfig
-from chairlift.loadtest.report import report_sweep, report_test
-from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, BenchResult, RequestFailure, RequestRecord, Sweep
-from chairlift.loadtest.values import SWEPT_FIELDS, SweepValues
-from chairlift.loadtest.workload import Conversation, Message, Turn, Workload, build_workload
+from chairlift.loadtest.recordings import Message
+from chairlift.loadtest.records import INCOMPLETE_STREAM, BenchError, RequestFailure, RequestRecord
+from chairlift.loadtest.summary import BenchResult
+from chairlift.loadtest.workload import Conversation, Turn, Workload, build_workload
 
 TICK_S = 0.01
 
@@ -203,54 +198,3 @@ async def watching(num_requests: int) -> AsyncIterator[Watch]:
         finally:
             sampling.cancel()
             await asyncio.wait([sampling])
-
-
-# --- one test or a sweep
-
-
-def run(config: BenchConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> int:
-    """Make the test that `config` describes and report it; returns the process's exit code."""
-    try:
-        if config.report is not None and find_spec("matplotlib") is None:  # better said before a test than after it
-            raise BenchError("--report needs matplotlib: pip install 'chairlift[bench]', or leave --report out")
-        with asyncio.Runner(loop_factory=loop_factory) as loop:
-            report = (
-                report_test(loop.run(make_test(config)))
-                if config.sweep is None
-                else report_sweep(_sweep(loop, config, config.sweep))
-            )
-    except BenchError as problem:
-        sys.stderr.write(f"error: {problem}\n")
-        return 1
-    sys.stdout.write(f"{report}\n")
-    for warning in report.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
-    writes = ((config.json_file, report.write_json), (config.report, report.write_page))
-    are_written = [_is_written(path, write) for path, write in writes if path is not None]
-    return 0 if report.is_good and all(are_written) else 1
-
-
-def sweep_configs(config: BenchConfig, sweep: SweepValues) -> list[BenchConfig]:
-    """The test of each value. Each has a seed of its own, so that no prompt is in a cache from an earlier test."""
-    field, convert = SWEPT_FIELDS[sweep.name], int if sweep.name == "concurrency" else float
-    return [
-        config.model_copy(update={field: convert(value), "sweep": None, "seed": config.seed + position})
-        for position, value in enumerate(sweep.values)
-    ]
-
-
-def _sweep(loop: asyncio.Runner, config: BenchConfig, typed: str) -> Sweep:
-    sweep, tests = SweepValues.parse(typed), {}
-    for value, test_config in zip(sweep.values, sweep_configs(config, sweep), strict=True):
-        sys.stderr.write(f"{sweep.name} {value:g}\n")
-        tests[value] = loop.run(make_test(test_config))
-    return Sweep(config, sweep.name, tests)
-
-
-def _is_written(path: Path, write: Callable[[Path], None]) -> bool:
-    try:
-        write(path)
-    except OSError as problem:
-        sys.stderr.write(f"error: cannot write {path}: {problem.strerror}\n")
-        return False
-    return True

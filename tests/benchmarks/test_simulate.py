@@ -15,7 +15,7 @@ from simulation.costs import LinearCost
 from simulation.workload import Conversation, Prefix, Synthetic, Turn, capacity, conversations, opening, read_workload
 from simulation.workload import text as text_of
 
-from chairlift.loadtest.summary import BenchError
+from chairlift.loadtest.records import BenchError
 from chairlift.scheduler import Scheduler
 
 from .conftest import RunScript

@@ -15,8 +15,9 @@ from aiohttp.test_utils import TestServer
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import open_session
+from chairlift.loadtest.records import RequestFailure, RequestRecord
 from chairlift.loadtest.runner import Player
-from chairlift.loadtest.summary import BenchResult, RequestFailure, RequestRecord, Sweep
+from chairlift.loadtest.summary import BenchResult, Sweep
 from chairlift.loadtest.workload import build_workload
 
 Body = dict[str, Any]

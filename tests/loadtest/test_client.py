@@ -8,7 +8,7 @@ from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import StreamedReply, error_message, first_model, open_session
-from chairlift.loadtest.summary import BenchError, RequestFailed, RequestRecord
+from chairlift.loadtest.records import BenchError, RequestFailed, RequestRecord
 
 from .conftest import DONE, Answer, NullServer, chat_token, event, play_one, status, stream, token, usage
 

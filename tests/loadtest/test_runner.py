@@ -17,8 +17,9 @@ import pytest
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import open_session
-from chairlift.loadtest.runner import Player, closed_loop, open_loop, run, watching
-from chairlift.loadtest.summary import RequestRecord
+from chairlift.loadtest.command import run
+from chairlift.loadtest.records import RequestRecord
+from chairlift.loadtest.runner import Player, closed_loop, open_loop, watching
 from chairlift.loadtest.workload import build_workload
 
 from .conftest import (
@@ -135,7 +136,7 @@ async def test_a_sweep_tests_every_value_and_tells_the_highest_and_fails_where_t
 async def test_without_matplotlib_nothing_is_sent(
     server: NullServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
-    monkeypatch.setattr("chairlift.loadtest.runner.find_spec", lambda _name: None)
+    monkeypatch.setattr("chairlift.loadtest.command.find_spec", lambda _name: None)
     error = "error: --report needs matplotlib: pip install 'chairlift[bench]', or leave --report out"
     assert await bench(report=tmp_path / "report.html") == (1, [], [error])
     assert server.bodies == []

@@ -13,16 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from chairlift.loadtest import BenchConfig, SweepValues, parse_limits
-from chairlift.loadtest.report import Report, draw_sweep, draw_test, report_sweep, report_test
-from chairlift.loadtest.runner import sweep_configs
+from chairlift.loadtest.command import sweep_configs
+from chairlift.loadtest.plots import draw_sweep, draw_test
+from chairlift.loadtest.records import RequestFailed, RequestFailure, RequestRecord, one_line
+from chairlift.loadtest.report import Report, report_sweep, report_test
 from chairlift.loadtest.summary import (
     Distribution,
     FailureCount,
-    RequestFailed,
-    RequestFailure,
-    RequestRecord,
     keeps_limits,
-    one_line,
     peak_running,
     peak_token_rate,
     running_at,

@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.summary import BenchError
-from chairlift.loadtest.workload import (
-    WORDS,
-    TraceLine,
-    Workload,
-    build_workload,
-    distinct_draws,
-    draw_one,
-    random_offsets,
-    read_conversations,
-    read_trace,
-)
+from chairlift.loadtest.recordings import TraceLine, read_conversations, read_trace
+from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.workload import WORDS, Workload, build_workload, distinct_draws, draw_one, random_offsets
 
 
 def write(path: Path, *lines: object) -> Path:

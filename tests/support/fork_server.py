@@ -27,7 +27,7 @@ from types import CodeType
 from typing import NoReturn
 
 PRELOADED = (
-    *("chairlift.__main__", "chairlift.loadtest.runner", "chairlift.api.server", "uvloop"),
+    *("chairlift.__main__", "chairlift.loadtest.command", "chairlift.api.server", "uvloop"),
     "transformers.models.llama.configuration_llama",  # which opening a checkpoint imports: 2 s
 )
 ROOT = Path(__file__).parents[2]

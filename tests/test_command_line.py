@@ -247,9 +247,6 @@ def test_the_package_loads_its_public_names_on_first_use() -> None:
         chairlift.Engine  # noqa: B018
 
 
-# --- chat
-
-
 QUESTION: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
 
 

@@ -119,9 +119,6 @@ def test_an_output_is_finished_when_every_choice_is() -> None:
     assert output.finished
 
 
-# --- configuration
-
-
 MISTAKES = [("dtype", "float8"), ("attention_backend", "paged"), ("quantization", "int3"), ("quantization", "auto")]
 MISTAKES += [("load_format", "pickle"), ("max_seq_len", "long"), ("kv_cache_memory_bytes", "much")]
 ZEROS = ("max_batch_size", "max_seq_len", "max_steps_per_launch", "kv_cache_memory_bytes", "num_threads")

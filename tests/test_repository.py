@@ -47,9 +47,6 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(document: Path
             assert anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
-# --- examples
-
-
 EXAMPLES = ROOT / "examples"
 
 
@@ -162,9 +159,6 @@ def test_probes_of_a_cluster_ask_for_no_key_and_only_readiness_ends_with_the_dra
     paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/version"}
     assert set(paths.values()) <= {route.path for route in ROUTES if route.is_open}
-
-
-# --- the wheel and the archive of sources
 
 
 def run_python(*arguments: str, directory: Path = ROOT) -> None:

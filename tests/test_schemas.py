@@ -36,9 +36,6 @@ def source_of(schema: Schema) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=STYLE)
 
 
-# --- keywords that ask for nothing or cannot be written
-
-
 def test_a_format_is_an_annotation_and_known_ones_are_enforced() -> None:
     kept = {name: prepared({**TEXT, "format": name}) for name in ("uuid", "json-pointer", "int64", "unknown")}
     assert kept == {"uuid": {**TEXT, "format": "uuid"}, "json-pointer": TEXT, "int64": TEXT, "unknown": TEXT}
@@ -84,9 +81,6 @@ def test_a_bound_that_excludes_much_and_cannot_be_written_is_refused(schema: Sch
         prepared(schema)
 
 
-# --- oneOf
-
-
 def tagged(kind: object, name: str = "kind", required: bool = True) -> Schema:
     """The schema of an object with a tag."""
     return {"type": "object", "properties": {name: {"const": kind}}, "required": [name] if required else []}
@@ -114,9 +108,6 @@ def test_one_of_is_told_unless_no_value_can_fit_two(schemas: list[Any], is_exact
     schema = {"items": {"oneOf": schemas}, "$defs": {"cat": tagged("cat"), "dog": tagged("dog")}}
     assert left_out(schema) == (() if is_exact else (ONE_OF,))
     assert problem_of(prepared(schema)) == ""
-
-
-# --- keys without a name
 
 
 A: Schema = {"type": "object", "properties": {"a": YES}}
@@ -162,9 +153,6 @@ def test_objects_have_the_properties_that_are_named(written: Schema, closed: Sch
 )
 def test_an_object_stays_open_where_others_may_need_more_keys(schema: Schema) -> None:
     assert prepared(schema) == schema
-
-
-# --- whatever is written fits the schema as it was
 
 
 def objects(values: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:

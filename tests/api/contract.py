@@ -192,9 +192,6 @@ def undeclared(value: object) -> Iterator[str]:
             yield from undeclared(getattr(value, name))
 
 
-# --- streams of `/v1/responses`
-
-
 _ADDED, _DONE = "response.output_item.added", "response.output_item.done"
 MESSAGE_EVENTS = [
     *(_ADDED, "response.content_part.added", "response.output_text.delta"),
@@ -247,9 +244,6 @@ def without_identity(response: dict[str, Any]) -> dict[str, Any]:
     items = [{**item, "id": None, "call_id": None} for item in response["output"]]
     usage = {**response["usage"], "input_tokens_details": None}
     return {**response, "id": None, "created_at": None, "completed_at": None, "output": items, "usage": usage}
-
-
-# --- the judge of log-probabilities
 
 
 @cache

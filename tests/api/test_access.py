@@ -24,8 +24,6 @@ from tests.api.fault_support import GATED, SERVE_WITH_WORKERS
 from tests.engine.async_support import DEADLINE_S
 from tests.support.server_process import long_stream, running
 
-# --- keys
-
 
 async def test_every_path_but_those_that_tell_nothing_secret_asks_for_a_key_which_is_known_whole() -> None:
     config = ServerConfig.model_validate({"api_key": ["first key", "zweiter-Schlüssel"]})
@@ -124,9 +122,6 @@ def test_keys_come_through_the_command_line(
     _, config = read_settings(COMMANDS["serve"], [str(path) if flag == "FILE" else flag for flag in flags])
     assert list(gather_keys(config)) == keys
     assert "key-" not in repr(config)
-
-
-# --- https, with a certificate made for the test
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ async def send(server: Server, data: bytes, headers: dict[str, str], path: str =
         return response.status, (await response.json()).get("error", {}).get("message", "")
 
 
-# --- kinds
-
-
 @pytest.mark.parametrize(
     "path", [COMPLETIONS, CHAT, "/v1/responses", MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize"]
 )
@@ -53,9 +50,6 @@ async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, pa
     assert await send(server, BODY, {}, path) == (415, f"{wanted}, and has none")
     latin = {"Content-Type": "application/json; charset=latin-1"}
     assert await send(server, BODY, latin, path) == (415, "the body must be sent as UTF-8, not latin-1")
-
-
-# --- encodings
 
 
 async def test_compressed_bodies_are_unpacked_and_others_told_the_encodings_that_are(server: Server) -> None:
@@ -91,9 +85,6 @@ def test_of_a_bomb_no_more_is_unpacked_than_is_allowed() -> None:
         tracemalloc.stop()
 
 
-# --- numbers of values
-
-
 def cost(value: Any) -> int:
     """What stands outside of strings: 4 for a list or an object, 8 for a name, 1 for a comma."""
     if isinstance(value, dict):
@@ -121,9 +112,6 @@ def test_many_values_are_refused_and_a_long_text_full_of_commas_is_not() -> None
         RawBody(many, None, len(many)).parse(DetokenizeRequest)
     text = json.dumps({"tokens": [1], "model": ",[{:" * MAX_JSON_VALUES}).encode()
     assert RawBody(text, None, len(text)).parse(DetokenizeRequest).tokens == [1]
-
-
-# --- bytes that wait
 
 
 def waiting_bytes(server: Server) -> int:

@@ -128,9 +128,6 @@ def test_what_is_no_origin_is_refused_with_the_form_it_must_have(origin: str) ->
         Cors([PAGE, origin])
 
 
-# --- a server without keys on this machine
-
-
 async def statuses(http: aiohttp.ClientSession, **headers: str) -> list[int]:
     """Statuses of a few requests with these headers, whose names are written with underscores."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}

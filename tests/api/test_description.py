@@ -38,9 +38,6 @@ from tests.api.contract import (
     user,
 )
 
-# --- fields
-
-
 VLLM_FIELDS = {
     *("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "min_tokens"),
     *("repetition_detection", "repetition_penalty", "top_k", "min_p", "ignore_eos", "stop_token_ids", "priority"),
@@ -216,9 +213,6 @@ def test_every_field_of_a_request_is_described(body: type[BaseModel]) -> None:
 def test_the_documentations_tables_are_those_of_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page_with_tables(page, ROUTES) == page, "run python tools/write_api_reference.py"
-
-
-# --- /openapi.json
 
 
 DOCUMENT: dict[str, Any] = json.loads(json.dumps(openapi_document(ROUTES)))

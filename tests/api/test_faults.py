@@ -129,9 +129,6 @@ async def test_threads_end_with_their_servers() -> None:
     await wait_until(lambda: not any(each.name == "chairlift-engine" for each in threading.enumerate()), "none is left")
 
 
-# --- one request that cannot be computed
-
-
 POISON = 122  # z, the token whose embedding is no number
 NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
 

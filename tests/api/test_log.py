@@ -176,9 +176,6 @@ async def test_refusals_carry_it_too() -> None:
             assert (preflight.status, preflight.headers[HEADER]) == (403, "mine")
 
 
-# --- how records are written
-
-
 def record_of(
     text: str, /, *arguments: object, exc_info: Any = None, **fields: str | float | None
 ) -> logging.LogRecord:

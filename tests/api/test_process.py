@@ -115,9 +115,6 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
     assert run_to_end("generate", "What is 17 + 25?", script=script) == (0, "17 + 25 = 42.\n")
 
 
-# --- SIGTERM and SIGINT
-
-
 SMALL_SEND_BUFFERS = f"""
 import socket
 from chairlift.api.http.connections import Connection

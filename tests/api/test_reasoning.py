@@ -273,9 +273,6 @@ async def test_marks_that_are_no_tokens_of_the_model_are_refused_at_the_start() 
             raise AssertionError("it started")
 
 
-# --- responses
-
-
 async def test_a_response_has_its_reasoning_in_an_item_of_its_own(serve: Serve) -> None:
     async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{CALL}") as server, client_of(server) as client:
         tools: Any = [{"type": "function", **FUNCTION}]

@@ -164,9 +164,6 @@ async def test_a_reply_that_fits_into_the_buffer_and_is_never_read_does_not_keep
         await wait_until(lambda: len(lost) == 1, "the connection is over")
 
 
-# --- clients that leave
-
-
 STAYING_TOKENS, LEAVING_TOKENS = 90, 150
 STAYING = {**GREEDY, "max_tokens": STAYING_TOKENS}
 LEAVING = {**GREEDY, "prompt": "Tim went to the park. " * 8, "max_tokens": LEAVING_TOKENS}

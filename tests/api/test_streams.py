@@ -19,9 +19,6 @@ from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, counts,
 from tests.api.fault_support import until_idle
 from tests.engine.support import make_tiny_checkpoint
 
-# --- bytes: what a template makes of a chunk is what pydantic would
-
-
 HEAD = '"created":1,"model":"bundled","system_fingerprint":"fp"'
 
 CHAT_CHUNK = (
@@ -69,9 +66,6 @@ async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) 
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
-
-
-# --- a random model, random stop strings, same seeds
 
 
 NUM_CASES = 12
@@ -150,9 +144,6 @@ async def test_a_stream_says_what_the_whole_reply_says(
     assert any(ord(character) > 0x7F for character in said - {HALF})
 
 
-# --- streams
-
-
 @pytest.mark.parametrize("has_last", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "num_prompt"),
@@ -170,9 +161,6 @@ async def test_the_usage_so_far_is_told_with_every_chunk(
     assert (generated[-1], generated) == (12, sorted(generated))
     assert generated[0] == 0 or path == COMPLETIONS  # a chat begins with the role
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - has_last) + [0] * has_last
-
-
-# --- an engine that reuses
 
 
 async def test_one_of_several_keys_cannot_have_everybodys_prompts_forgotten() -> None:

@@ -71,9 +71,6 @@ async def content(server: Server, **fields: Any) -> str:
     return text
 
 
-# --- what is asked for is what comes
-
-
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS.keys())
 async def test_every_answer_is_an_instance_of_its_schema(server: Server, schema: dict[str, Any]) -> None:
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
@@ -255,9 +252,6 @@ async def test_the_bundled_model_extracts_what_a_sentence_says(
     assert reply.choices[0].message.parsed == Person(name=name, age=age)
     free = await client.chat.completions.create(**fields, response_format={"type": "json_object"})
     assert json.loads(free.choices[0].message.content or "") == {"name": name, "age": age}
-
-
-# --- what cannot be enforced is refused before anything runs: a 400 with the field that was used and the reason
 
 
 TOO_LONG = "{} has more than 262144 characters; simplify it"

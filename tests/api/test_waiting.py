@@ -26,7 +26,6 @@ from tests.engine.async_support import wait_until
 STORY = "Once upon a time"
 BODY: dict[str, Any] = {"model": "bundled", "prompt": STORY, "max_tokens": 4, "temperature": 0}
 
-# --- busy, or going down
 
 QUEUE_SIZE = 2
 FULL_TEXT = "the waiting queue is full (2 requests); try again later"
@@ -136,9 +135,6 @@ async def test_what_never_fits_is_told_for_good_and_not_to_try_again_later(
     server: Server, fields: dict[str, Any]
 ) -> None:
     await post(server, COMPLETIONS, {**BODY, **fields}, status=400)
-
-
-# --- deadlines: steps are taken, and the scheduler's clock goes on, when a test says so
 
 
 RESPONSES = "/v1/responses"

@@ -22,8 +22,6 @@ from tests.support.kernels import needs_kernels
 
 from .conftest import FIELDS, SETTINGS, SHAPE, FakeEngine, RunScript
 
-# --- the command
-
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -66,9 +64,6 @@ def test_a_peer_that_is_not_there_is_one_line_and_a_workload_that_is_none_is_ref
     assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in ran.err
 
 
-# --- peers
-
-
 def test_a_peer_runs_in_its_own_python_and_llama_cpp_s_server_is_driven_by_ours(tmp_path: Path) -> None:
     engine = Engine.parse(f"vllm={sys.executable},max_num_batched_tokens=2048,as=vllm-2k")
     assert engine == Engine("vllm-2k", "vllm", sys.executable, {"max_num_batched_tokens": "2048"})
@@ -109,9 +104,6 @@ def test_workers_see_our_scripts_and_no_network_and_vllm_is_told_its_cores_and_c
     assert (vllms["VLLM_CPU_KVCACHE_SPACE"], vllms["LD_PRELOAD"]) == ("3", "/bin/sh:/bin/ls")
     assert vllms["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
     assert "OMP_NUM_THREADS" not in vllms
-
-
-# --- workloads, ceilings, medians and tables
 
 
 def standing(kind: str, imports_done: float, first_token: float, num_gigabytes: int) -> Standing:
@@ -253,9 +245,6 @@ def test_a_pass_takes_the_larger_of_its_two_times_and_all_together_the_least_tim
     assert ceiling.most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates) == pytest.approx(2 / (1 + 2720 / 7456))
 
 
-# --- what guesses gain
-
-
 def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, run_script: RunScript) -> None:
     journal = tmp_path / "journal"
     flags = ["--model", "bundled", "--kinds", "copy", "--rows", "1", "3", "--rounds", "2"]
@@ -287,9 +276,6 @@ def test_random_weights_answer_as_predicted(
     assert predicted["accepted"] >= 60
     assert predicted["rejected"] == 0
     assert free["accepted"] <= 4  # tokens are random
-
-
-# --- formats and levels
 
 
 @needs_kernels

@@ -17,9 +17,6 @@ from peers.worker import Worker, WorkerDied, WorkerError
 
 from .conftest import SETTINGS, FakeEngine, fake_engine
 
-# --- taking turns
-
-
 PAIR, TRIPLE = Workload(2, 4, 3), Workload(3, 4, 3)
 
 
@@ -112,9 +109,6 @@ def test_an_interrupt_during_a_start_ends_what_was_starting(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt), Contest(entrants(tmp_path, fake_engine("a")), None, 1000) as contest:
         contest.start([1])
     assert [worker._process.poll() for worker in started] == [-9]  # type: ignore[attr-defined]
-
-
-# --- workers
 
 
 BATCH = {"prompts": [[1, 2]], "output_tokens": 3}

@@ -26,9 +26,6 @@ from tests.engine.support import make_tiny_checkpoint
 
 from .conftest import RunScript
 
-# --- the scheduler
-
-
 VERBS = ["schedule", "advance", "update", "total"]
 
 
@@ -70,9 +67,6 @@ def test_a_timed_step_is_a_whole_step() -> None:
     assert [state.num_output_tokens for state in states] == [2, 1]
 
 
-# --- a server with all but a model
-
-
 @pytest.mark.slow
 def test_a_small_case_of_whole_prompts(run_script: RunScript, tmp_path: Path) -> None:
     flags = ["--cases", "3x4", "--seconds", "0.5", "--prompt-tokens", "300", "--output-tokens", "3"]
@@ -110,9 +104,6 @@ def test_a_server_and_a_call_take_turns(tmp_path: Path, run_script: RunScript) -
     assert case["cost"] == case["cost_of_fastest"] == round(served / offline - 1, 4)
 
 
-# --- the load test
-
-
 @pytest.mark.slow
 def test_the_capacity_is_measured_with_a_server_that_costs_nothing() -> None:
     flags = ["--rates", "400", "--streams", "8", "--tokens", "10"]
@@ -124,9 +115,6 @@ def test_the_capacity_is_measured_with_a_server_that_costs_nothing() -> None:
     [figures] = report["rounds"]
     assert figures["asked"] == 400
     assert figures["arrived"] > 0
-
-
-# --- vLLM's server with a model that sleeps
 
 
 class FakeExecutor:

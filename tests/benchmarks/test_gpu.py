@@ -14,9 +14,6 @@ from on_gpu.scale import SCALES, hugging_face_config, model_shape
 
 from .conftest import SHAPE, RunScript
 
-# --- figures
-
-
 SHAPES = {"large": SHAPE, "small": SHAPE}
 RATES: Measurement = {"kind": "rates", "bytes_per_second": 1e6, "flops_per_second": 1e9}
 
@@ -96,9 +93,6 @@ def test_the_full_shapes_are_those_of_llama_3_1_8b_and_llama_3_2_1b_which_is_tie
     num_weights = shape.num_layer_weights + (1 if is_tied else 2) * shape.num_head_weights
     assert num_weights == pytest.approx(num_parameters, rel=1e-3)
     assert hugging_face_config(fields, 256, "bfloat16").tie_word_embeddings is is_tied
-
-
-# --- the command and its parts
 
 
 @pytest.mark.slow

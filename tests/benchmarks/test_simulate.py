@@ -96,9 +96,6 @@ def test_a_breach_is_reported_and_ends_the_run(monkeypatch: pytest.MonkeyPatch, 
     assert (ran.code, ran.err) == (1, "WRONG: step 1: somebody is here\n")
 
 
-# --- a fleet
-
-
 FLEET = ["--requests", "300", "--replicas", "3", "--load", "2", "--turns", "4", "--pause", "1", "--tenants", "30"]
 SHARED = ["--families", "5", "--family-share", "1", "--family-tokens", "200"]
 
@@ -137,9 +134,6 @@ def test_what_a_lost_replica_was_asked_others_answer(run_script: RunScript) -> N
 def test_settings_that_make_no_sense_are_refused(run_script: RunScript) -> None:
     ran = run_script(simulate_fleet, "--requests", "0")
     assert (ran.code, "a workload needs at least 1 request, not 0" in ran.err) == (2, True)
-
-
-# --- workloads have the statistics that were asked for; files are read, and bad lines told
 
 
 def drawn(**settings: Any) -> list[Conversation]:

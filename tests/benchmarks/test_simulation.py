@@ -212,9 +212,6 @@ def test_what_is_left_behind_and_books_that_do_not_agree_are_seen() -> None:
         watching.look_after()
 
 
-# --- fair shares, and tenants over windows of time
-
-
 def test_jains_index() -> None:
     for values, index in [([], 1.0), ([0.0, 0.0], 1.0), ([3.0, 3.0, 3.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25)]:
         assert jain(values) == pytest.approx(index)
@@ -281,9 +278,6 @@ def test_the_longest_that_a_tenant_waits_for_a_slot() -> None:
     shares.arrive("b", 1, now=51.0)
     shares.admit("b", 0, now=52.0)
     assert shares.longest_gap == 3.0
-
-
-# --- the formulas that stand for a model
 
 
 def test_a_linear_cost_adds_up_its_parts() -> None:

@@ -134,9 +134,6 @@ TestComparison = Comparison.TestCase
 TestComparison.settings = settings(stateful_step_count=40)
 
 
-# --- beginnings of slots that were copied from each other
-
-
 COMMON: dict[str, tuple[list[tuple[int, ...]], dict[int, tuple[int, int]]]] = {
     # Copies (source, target, tokens) and cuts (slot, tokens) in order; then a slot and a length for each slot.
     "a copy is read where it came from": ([(0, 1, 200)], {1: (0, 200), 0: (0, 0)}),

@@ -301,9 +301,6 @@ async def test_closing_ends_all_generations_and_what_comes_later_and_leaves_no_t
     assert engine_threads() == set()
 
 
-# --- whatever comes and goes, in any order: in the end no table knows of anybody
-
-
 NUM_REQUESTS = 150
 BEGINNINGS = random_prompts(4, [150, 40, 5], 250)
 

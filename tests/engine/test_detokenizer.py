@@ -187,9 +187,6 @@ def test_any_llama2_like_tokens_lose_no_letter_and_are_exact_if_they_make_charac
     assert "".join(character for character in text if character in "thes") == letters
 
 
-# --- vocabularies
-
-
 SPELLED = ["the hill is high.", "naïve café", "日本語 \U0001f600", "a\n\t b  c", "\x00\x7f"]
 READABLE = [make_byte_tokenizer, make_byte_level_bpe, make_llama2_like]
 ALL = [*READABLE, make_metaspace_unigram]
@@ -259,9 +256,6 @@ def test_logprobs_can_be_asked_of_a_model_with_any_tokenizer(tmp_path: Path, mak
     assert inputs.prepare("r", [5, 6], SamplingParams(logprobs=1)).params.logprobs == 1
 
 
-# --- stop strings
-
-
 SHORT = st.text(alphabet="ab", min_size=1, max_size=4)
 ALIKE = [chr(code) for code in range(ord("b"), ord("b") + 64)]
 PIECES = st.lists(st.text(alphabet="abc", max_size=4), max_size=12)
@@ -322,9 +316,6 @@ def test_stop_strings_are_small_and_choices_share_them() -> None:
     finally:
         tracemalloc.stop()
     assert len(matchers) == 128
-
-
-# --- streamed text against the plain decoding of the whole
 
 
 HARD = [

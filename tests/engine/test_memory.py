@@ -114,9 +114,6 @@ async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(
         await last(engine.generate([7] * 100, SamplingParams(max_tokens=1), "b"))  # it works on
 
 
-# --- a step for which the device has no memory: who ends, who goes on, what is left behind
-
-
 SAID = (
     "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
 )
@@ -207,9 +204,6 @@ def test_one_of_several_ranks_cannot_go_on_without_the_others(make: Callable[...
         core_of(llm)._runner._is_divided = True
         with pytest.raises(EngineDead, match="CUDA out of memory"):
             llm.generate([PROMPTS[0]], GREEDY)
-
-
-# --- the device of a launch
 
 
 def test_a_gpu_is_the_current_one_while_something_is_launched_on_it() -> None:

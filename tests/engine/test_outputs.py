@@ -218,9 +218,6 @@ def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
     assert decoded[1:] == [[97, ord("x")], [97, ord("y")]]  # each after the same text
 
 
-# --- watchers
-
-
 class Sentence:
     """A watcher: one sentence is enough."""
 

@@ -113,9 +113,6 @@ def test_a_launch_has_as_many_steps_as_take_two_milliseconds(seconds_each: float
     assert steps_that_fit(seconds_each, 4) == num_steps
 
 
-# --- one launch
-
-
 _TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
 
 

@@ -156,9 +156,6 @@ def test_whatever_it_asked_for_it_ends_alone(tiny: str, case: str) -> None:
         assert_clean(llm)
 
 
-# --- aborted before anybody could know
-
-
 @pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
 def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: str, num_ahead: int) -> None:
     with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
@@ -237,9 +234,6 @@ def test_a_follower_of_a_poisoned_prompt_that_is_aborted_before_it_says_anything
             core.abort(leader.request_id)  # which still computes what it shares with nobody
         assert core.cache.warm == {}
         assert_clean(llm)
-
-
-# --- logits that are no numbers, though what led to them was
 
 
 @pytest.mark.parametrize("params", [SCORED, SCORED.model_copy(update={"temperature": 1.0, "seed": 3, "top_p": 0.9})])

@@ -220,9 +220,6 @@ def test_what_shapes_the_distribution_is_read_in_one_module() -> None:
     assert {path.name for path in engine.rglob("*.py") if knobs.search(path.read_text())} == {"drawing.py"}
 
 
-# --- log-probabilities equal transformers', for every mix of rows, chunks and steps per launch
-
-
 LENGTHS = [1, 2, 64, 65, 66, 40]  # positions are scored in blocks of 64
 TOLERANCE = 1e-4
 SCORED = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=3, prompt_logprobs=2)

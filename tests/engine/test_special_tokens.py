@@ -171,8 +171,6 @@ def test_any_conversation_has_the_templates_special_tokens_and_its_own_bytes(
     assert encode(byte_tokenizer, messages, add_generation_prompt=False) == expected
 
 
-# --- checkpoints that bring code, and templates that try to get out
-
 OWN_CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tokenizer"] * 2}
 
 

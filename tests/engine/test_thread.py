@@ -169,9 +169,6 @@ async def test_the_limit_does_not_run_before_the_thread_does(tiny: str) -> None:
         assert engine.death is None
 
 
-# --- an event loop that falls behind
-
-
 def block_until(is_true: Callable[[], bool], what: str) -> None:
     """Keeps the event loop from anything else until it is so."""
     deadline = time.monotonic() + DEADLINE_S
@@ -289,9 +286,6 @@ def test_an_engine_whose_loop_was_closed_rests_and_can_be_closed_from_another(ti
     assert task.cancelled()
     asyncio.run(engine.close())
     assert engine_threads() == set()
-
-
-# --- what both threads can reach
 
 
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)

@@ -38,9 +38,6 @@ def answer(llm: LLM, **fields: Any) -> CompletionOutput:
     return llm.generate("hi", SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **fields}))[0].outputs[0]
 
 
-# --- bad words
-
-
 @given(words=WORDS, text=st.lists(TOKENS, max_size=12))
 @example(words=[[0, 1], [1, 2], [0, 1, 2], [2]], text=[0, 1])
 def test_the_last_token_of_a_word_must_not_follow_the_others(words: list[list[int]], text: list[int]) -> None:
@@ -109,9 +106,6 @@ def test_many_words_cost_less_per_token_than_a_look_for_each() -> None:
     assert cost < cost_of_looking  # about 0.4 of it
 
 
-# --- allowed tokens
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -147,9 +141,6 @@ def test_rows_with_rules_are_not_sampled_from_a_recorded_graph() -> None:
     request = make_request(params, new_token_filter=partial(RuleFilter, rules))
     assert prepare_graph_sampling([row_of(request)], 1) is None
     assert not request.needs_newest_token  # words of one token are the same for every step
-
-
-# --- repetition
 
 
 def repeats(tokens: list[int], wanted: RepetitionDetection) -> bool:
@@ -198,9 +189,6 @@ def test_the_largest_pattern_costs_little_per_token() -> None:
     assert time.process_time() - start < 5.0
     assert isinstance(watch._tokens, np.ndarray)
     assert watch._tokens.nbytes <= 2**15
-
-
-# --- penalties and min_tokens: what the sampler remembers, and what it forgets with the slot
 
 
 VOCAB = 12

@@ -135,9 +135,6 @@ async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
     assert record.ended_at - record.sent_at >= 0.4
 
 
-# --- streams
-
-
 def reply_of(*events: tuple[bytes, float]) -> tuple[StreamedReply, RequestRecord]:
     """A stream of these events, each at its time."""
     record = RequestRecord(0, 0.0)

@@ -42,9 +42,6 @@ from .conftest import (
 pytestmark = pytest.mark.asyncio
 
 
-# --- from the settings to the exit code
-
-
 class Ran(NamedTuple):
     """The exit code, and what was written but for the warning that this machine is busy, which it may be."""
 
@@ -231,9 +228,6 @@ async def test_a_file_that_cannot_be_written_costs_the_exit_code_not_the_table(
     code, lines, errors = await bench(json_file=path)
     assert (code, "requests succeeded        6 of 6" in lines) == (1, True)
     assert errors[-1] == f"error: cannot write {path}: No such file or directory"
-
-
-# --- the parts
 
 
 class Flights:

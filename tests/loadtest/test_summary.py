@@ -181,9 +181,6 @@ def test_the_highest_value_with_the_wanted_share_of_good_requests_is_found() -> 
     assert [sweep(*tests).highest for tests in sweeps] == [2.0, 2.0, 4.0, None]
 
 
-# --- what is said of a test and of a sweep
-
-
 def lines(report: Report) -> list[str]:
     return str(report).splitlines()
 

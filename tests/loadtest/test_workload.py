@@ -43,9 +43,6 @@ def refusal(path: Path, *lines: object, **settings: object) -> str:
     return str(caught.value)
 
 
-# --- files
-
-
 def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
     lines = [trace_line(2000, type="text", chat_id=[]), "", trace_line(500, hash_ids=[1, 2]), trace_line(1000.5)]
     path = write(tmp_path / "trace", *lines)
@@ -114,9 +111,6 @@ def test_a_conversation_has_a_turn_for_each_message_of_the_user_which_keeps_all_
     assert refusal(path, {"messages": [second]}, {"messages": [system]}) == userless
 
 
-# --- draws and arrivals
-
-
 def test_draws_are_uniform_over_every_choice_and_distinct_even_when_every_possible_one_is_needed() -> None:
     prompt = draw_one(40_000, 4, np.random.default_rng(3))
     assert len(prompt) == 40_000
@@ -167,9 +161,6 @@ def test_a_ramp_goes_from_the_first_rate_to_the_last() -> None:
     spaces = gaps(30_001, 10.0, 30.0)
     parts = (spaces[:1000], spaces[14_500:15_500], spaces[-1000:])
     assert [statistics.mean(part) for part in parts] == pytest.approx([1 / 10, 1 / 20, 1 / 30], rel=0.1)
-
-
-# --- workloads
 
 
 def prompts(found: Workload) -> list[list[int]]:

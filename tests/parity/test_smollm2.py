@@ -126,7 +126,6 @@ def test_the_server_knows_the_capital_of_france() -> None:
             assert reply.choices[0].finish_reason == "stop"
 
 
-# --- what 8 and 4 bits cost it
 # With 1,200 tokens a perplexity is uncertain by 0.3 %: so much lies between two ways to round that are equally good.
 # Of Q8_0 against bfloat16, 10,000 tokens say 0.20 % (+- 0.06): 0.21 % is the format's own, which rounds once more what
 # this model's file has rounded to 4 bits, and 0.04 % the products'. So what is asserted is what the products cost.

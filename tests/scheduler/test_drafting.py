@@ -60,9 +60,6 @@ def test_tokens_that_come_later_change_nothing_that_a_new_drafter_would_not_know
 PROMPT, ANSWER, OTHER = list(range(100, 140)), list(range(200, 260)), list(range(300, 305))
 
 
-# --- what slots hold behind the same prompt
-
-
 def continued(*continuations: list[int], prediction: list[int] | None = None) -> Drafter:
     drafter = Drafter(len(PROMPT), prediction or [])
     drafter.add_continuations(PROMPT, continuations)
@@ -100,9 +97,6 @@ def test_a_prediction_goes_before_continuations_for_as_long_as_it_is_right() -> 
     assert drafter.guess([*PROMPT, 200], 2) == Guess(OTHER[:2], 32)
     assert drafter.guess([*PROMPT, 200, 300], 2) == Guess(OTHER[1:3], 32)
     assert drafter.guess([*PROMPT, 200, 300, *ANSWER[5:9]], 2) == Guess(ANSWER[9:11], 4)  # which it has left
-
-
-# --- answers that were given lately
 
 
 def test_a_prompt_that_comes_again_is_guessed_to_be_answered_again_to_the_end_of_the_answer() -> None:

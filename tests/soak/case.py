@@ -55,8 +55,6 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# --- good requests
-
 # Greedy answers of the bundled model; they must not change whatever else is computed beside them.
 KNOWN = {
     "What is 17 + 25?": "17 + 25 = 42.",
@@ -268,9 +266,6 @@ GOOD: dict[Callable[[Random], Case], int] = {
     models: 1,
 }
 """Ways to draw a good request, and how often each is taken."""
-
-
-# --- bad requests
 
 
 def bad(path: str, body: Any, param: str | None = None, status: int = 400, **others: Any) -> Case:

@@ -18,8 +18,6 @@ from tests.soak.case import COMPLETIONS, RESPONSES, Case, Generated, JsonAnswer,
 from tests.soak.reply import ErrorEvent, Wrong, parse_object, read_error, read_response, read_stream, read_whole
 from tests.soak.server import NUMBER_HEADER
 
-# --- the log
-
 
 class Ending(StrEnum):
     """What became of a request. Every request has exactly one."""
@@ -91,9 +89,6 @@ class ClientLog:
                 complaints.append(f"{entry}: the client saw {entry.status}, the server tells {told}")
         unknown = set(server_log) - {str(entry.number) for entry in self.entries}
         return complaints + [f"the server tells of requests that nobody sent: {sorted(unknown)}"] * bool(unknown)
-
-
-# --- clients that send cases
 
 
 DEADLINE_S = 60.0  # for a request; what takes longer hangs
@@ -227,9 +222,6 @@ def _tiny_socket(address: Any) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TINY_BUFFER)
     made.setblocking(False)
     return made
-
-
-# --- clients that break HTTP itself
 
 
 _NO_HTTP = [

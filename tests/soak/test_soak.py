@@ -126,9 +126,6 @@ def test_the_server_must_tell_the_same_of_a_request(
     assert log.complaints(told) == [complaint.format("request 0 (story, patient)") for complaint in complaints]
 
 
-# --- API workers that are killed under load: each takes its own clients with it, and nobody and nothing else
-
-
 NUM_WORKERS, NUM_KILLS = 2, 3  # the more kills in one place, the later a worker is replaced
 NUM_SLOTS, NUM_CLIENTS = 4, 6  # of which two wait for a slot
 NUM_BETWEEN = 6  # whole replies between two kills

@@ -122,9 +122,6 @@ def browsing() -> Iterator[Page]:
         browser.quit()
 
 
-# --- the site
-
-
 T = TypeVar("T")
 
 

@@ -19,9 +19,6 @@ from chairlift.api.answers.formats import Schemas
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.text import CallPiece, ContentPiece, Piece
 
-# --- driving a grammar as a sampler does
-
-
 _BUNDLED = Path(chairlift.__file__).parent / "models/bundled/tokenizer.json"
 
 # Tokens of real vocabularies that reach over the seams between a grammar's parts.
@@ -117,9 +114,6 @@ def _permitted(matcher: LLMatcher) -> Sequence[int]:
     return [token for token in range(mask.bit_length()) if mask >> token & 1]
 
 
-# --- functions for grammars to be of
-
-
 FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
 JSON_FAMILIES = pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON, ToolFamily.MISTRAL])
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), long_tokenizer()], ids=["bytes", "long tokens"])
@@ -186,9 +180,6 @@ PERSON = {
     "additionalProperties": False,
     "$defs": {"Age": {"type": "integer"}},
 }
-
-
-# --- reading a whole text
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,6 @@ def test_an_input_is_told_while_it_is_written() -> None:
     assert told == [*called, *others]
 
 
-# --- what is enforced
-
-
 OTHER = FunctionSpec("other", {"type": "object", "properties": {}}, False, None)
 
 

@@ -186,9 +186,6 @@ def test_thoughts_stream_at_once() -> None:
     )
 
 
-# --- Qwen3-Coder, Python
-
-
 CODER, PYTHONIC = ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
 
 MAYBE, EITHER = {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["number", "string"]}
@@ -436,9 +433,6 @@ IN_TEXT: dict[ToolFamily, Table] = {
 @pytest.mark.parametrize("family", IN_TEXT)
 def test_a_call_of_a_known_function_is_found_in_a_text_without_marks(family: ToolFamily) -> None:
     assert {text: every_split(family, text, schemas=KNOWN) for text in IN_TEXT[family]} == IN_TEXT[family]
-
-
-# --- the same pieces when joined wherever a text is cut, and nothing lost
 
 
 # Everything that some state of a parser looks out for, whole and in halves, and calls of every kind.

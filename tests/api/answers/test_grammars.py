@@ -32,9 +32,6 @@ from tests.api.answers.calls import (
     read_whole,
 )
 
-# --- forced calls
-
-
 HERMES, LLAMA = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON
 COMPLETE, INCOMPLETE, REFUSED = Verdict.COMPLETE, Verdict.INCOMPLETE, Verdict.REFUSED
 # With at most one call, and with any number.
@@ -165,9 +162,6 @@ def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_
     assert judge(lax, call_text(family, "f", '{"x": 1}')) is REFUSED
 
 
-# --- calls that are free to come
-
-
 HERMES_CALL, LLAMA_CALL = call_text(HERMES, "weather", ARGUMENTS), call_text(LLAMA, "weather", ARGUMENTS)
 
 # What is free until a call begins, and what unless a call begins it.
@@ -240,9 +234,6 @@ def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, toke
 @pytest.mark.parametrize("text", ["{}", '{"answer": [1, 2]}', '{"nam": 1}', '{"names": 1}', '{"name": {"a": 1}}'])
 def test_the_beginning_of_a_call_does_not_shut_out_answers(text: str) -> None:
     assert judge(free(LLAMA, answer_schema={"type": "object"}), text) is COMPLETE
-
-
-# --- sampled texts
 
 
 SIGNS = {  # a text that nothing but a call can follow, and a pattern that is in a text just if it holds a call

@@ -36,9 +36,6 @@ IDLE |= {"prediction": {"type": "content", "content": "41"}, "chat_template_kwar
 ITEM_ID = re.compile("msg_[0-9a-f]+")
 
 
-# --- fields without an effect
-
-
 @pytest.mark.parametrize(
     ("path", "body", "accepted"),
     [
@@ -75,9 +72,6 @@ async def test_a_value_that_would_change_the_answer_is_refused(
     assert (error["param"], error["message"]) == (name, f"{name}: {message}")
 
 
-# --- shapes
-
-
 FIVE = {"max_tokens": 5, "ignore_eos": True}
 
 
@@ -106,9 +100,6 @@ async def test_chunks_have_the_order_of_the_specification(
             assert own[0]["delta"] == {"role": "assistant", "content": ""}
             assert all("role" not in choice["delta"] for choice in own[1:])
             assert (own[-1]["finish_reason"], own[-1]["delta"]) == ("stop", {})
-
-
-# --- fields that work
 
 
 async def test_both_names_of_the_limit_are_known_and_without_it_a_chat_may_fill_its_slot(server: Server) -> None:
@@ -256,9 +247,6 @@ async def test_template_variables_cannot_be_the_servers_own(server: Server) -> N
     assert (error["param"], "must not set tools" in error["message"]) == ("chat_template_kwargs", True)
 
 
-# --- completions
-
-
 async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
     body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
     (ended,) = (await post(server, COMPLETIONS, body))["choices"]
@@ -278,9 +266,6 @@ async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(ser
     several = await post(server, COMPLETIONS, {**STORY, "prompt": [tokens, tokens]})
     assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
     assert counts(several["usage"])[:2] == (2 * len(tokens), 32)
-
-
-# --- beside others: what a body and its API key say, down to the engine
 
 
 RESPONSES = "/v1/responses"
@@ -364,9 +349,6 @@ async def test_bad_options_are_refused_by_name(server: Server, path: str) -> Non
             error = await error_of(server, path, {**PROMPTS[path], field: value, "stream": stream})
             assert error["param"] == field
             assert error["message"].startswith(message)
-
-
-# --- tenants
 
 
 async def options_of(server: Server, key: str, **fields: Any) -> RequestOptions:

@@ -33,9 +33,6 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": QUESTION, "temperature": 0, "logprobs": True, **fields}
 
 
-# --- chat
-
-
 async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
     (choice,) = check_chat(await post(server, CHAT, chat(top_logprobs=5))).choices
     assert choice.logprobs is not None
@@ -95,9 +92,6 @@ async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Serv
         assert all(chunk["choices"][0]["logprobs"] is None for chunk in await chunks_of(server, CHAT, body))
 
 
-# --- completions
-
-
 async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> None:
     body = {"prompt": "1 + 1 =", "logprobs": 3, "temperature": 1.2, "seed": 4, "max_tokens": 8, "ignore_eos": False}
     raw = await post(server, COMPLETIONS, body)
@@ -151,9 +145,6 @@ async def test_no_alternative_is_lost_where_characters_take_several_tokens(serve
         assert len(top) == (5 if value in [*top.values()][:5] else 6)
 
 
-# --- prompts, and tokens by their ids
-
-
 async def test_a_prompts_logprobs_are_told_by_token_id_and_not_in_streams(server: Server) -> None:
     raw = await post(server, COMPLETIONS, {"prompt": ["1 + 1", "né"], "n": 2, "max_tokens": 1, "prompt_logprobs": 2})
     assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
@@ -199,9 +190,6 @@ async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[
         first, *others = (chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"])
         assert first["prompt_token_ids"] == choice["prompt_token_ids"]
         assert all("prompt_token_ids" not in piece for piece in others)
-
-
-# --- echo: the prompt comes back before the answer, with its own log-probabilities if they were asked for
 
 
 TEXT = "né 日 17 + 25 ="

@@ -63,9 +63,6 @@ def assert_is_valid(call: Any) -> None:
     jsonschema_rs.validator_for(SCHEMAS[call.function.name]).validate(json.loads(call.function.arguments))
 
 
-# --- tool_choice
-
-
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 2.0}, {"response_format": FORM}])
 @pytest.mark.parametrize(("choice", "names"), [("required", SCHEMAS.keys()), (NAMED, {"paint"})])
 async def test_a_forced_call_is_made_and_is_valid_whatever_else_is_wanted(
@@ -153,9 +150,6 @@ async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason(hermes: Asy
     (call,) = choice.message.tool_calls
     assert call.function.name == "paint"
     assert call.function.arguments.startswith('{"colours"')
-
-
-# --- streams
 
 
 async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments(hermes: AsyncOpenAI) -> None:
@@ -265,9 +259,6 @@ def test_calls_without_marks_are_found_in_a_text_unless_a_grammar_says_where_the
     assert kinds == [[ContentPiece, CallPiece, CallPiece], [ContentPiece]]
 
 
-# --- the way of a call back to the model, with its result; and the client's own helpers
-
-
 async def test_what_a_tool_said_in_parts_is_the_same(hermes: AsyncOpenAI) -> None:
     asked = [*QUESTION, *said("assistant", '{"colours": ["red"]}')]
     parts = [{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}]
@@ -300,9 +291,6 @@ async def test_what_the_clients_helpers_parse_can_be_sent_back(hermes: AsyncOpen
         for sent in (message, message.model_dump(), message.to_dict()):
             reply = await complete(hermes, messages=[*QUESTION, sent, result], tools=openai.NOT_GIVEN, max_tokens=3)
             assert reply.choices[0].finish_reason in ("stop", "length")
-
-
-# --- what the bundled model knows
 
 
 INTEGER = {"type": "integer"}

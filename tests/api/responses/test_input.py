@@ -38,9 +38,6 @@ def complaint(**fields: Any) -> tuple[str | None, str]:
     return failure.detail.param, failure.detail.message
 
 
-# --- input
-
-
 ADDED = {"id": "x", "status": "completed", "phase": "final_answer", "created_by": "them", "agent": {"name": "a"}}
 THOUGHT: dict[str, Any] = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "abc", "status": None}
 SHOWN = {**THOUGHT, "content": [{"type": "reasoning_text", "text": "Let me see."}]}
@@ -123,9 +120,6 @@ def test_an_item_that_is_not_understood_is_named(bad_input: Any, message: str) -
     assert param.split(".")[0] == "input"
 
 
-# --- how to answer
-
-
 def test_sampling_settings_go_over_the_models_defaults() -> None:
     defaults = SamplingParams(temperature=0.3, top_k=5, max_tokens=None)
     assert parse().params(defaults) == defaults
@@ -177,9 +171,6 @@ def test_tool_choice_says_what_may_and_must_be_called(tool_choice: Any, names: l
     body = parse(tools=[TOOL, {"type": "function", "name": "g"}], tool_choice=tool_choice)
     assert [function.name for function in body.functions_to_call()] == names
     assert (body.call_mode == "required") is is_forced
-
-
-# --- fields
 
 
 def test_every_field_that_the_client_can_send_is_known() -> None:

@@ -29,9 +29,6 @@ async def stream(server: Server, **body: Any) -> Events:
         return Events.of((await response.read()).decode())
 
 
-# --- answers
-
-
 async def test_a_message_is_told_in_this_order(server: Server) -> None:
     events = await stream(server)
     assert events.types == [*OPENING, *MESSAGE_EVENTS, COMPLETED]
@@ -84,9 +81,6 @@ async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> No
     assert events.joined("response.output_text.delta") == ANSWER[:4]
 
 
-# --- calls
-
-
 async def test_a_call_is_told_in_this_order(hermes: AsyncOpenAI) -> None:
     create: Any = hermes.responses.with_raw_response.create
     raw = await create(model="bundled", input=QUESTION, tools=[TOOL], tool_choice=NAMED, stream=True)
@@ -108,9 +102,6 @@ async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI)
         (call,) = (await events.get_final_response()).output
     assert call.type == "function_call"
     assert isinstance(Trip.model_validate(call.parsed_arguments), Trip)
-
-
-# --- streams that end early
 
 
 async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
@@ -162,9 +153,6 @@ async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(serv
     assert events.last_response["incomplete_details"] == {}
     assert events.last_response["output"][0]["status"] == "incomplete"
     assert ANSWER.startswith(events.joined("response.output_text.delta"))
-
-
-# --- answers with text and calls, however they are cut
 
 
 TWO_CALLS = (

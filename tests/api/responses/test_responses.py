@@ -115,9 +115,6 @@ async def test_output_is_sent_back_as_input_as_it_came(client: AsyncOpenAI) -> N
     assert (first.output_text, second.output_text) == ("5 + 6 = 11.", ANSWER)
 
 
-# --- log-probabilities
-
-
 async def test_logprobs_are_those_that_a_chat_reports_and_include_alone_reports_no_others(server: Server) -> None:
     reply = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 2})
     asked = {"messages": user(QUESTION), "logprobs": True, "top_logprobs": 2}
@@ -130,9 +127,6 @@ async def test_logprobs_are_those_that_a_chat_reports_and_include_alone_reports_
     alone = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS})
     told = alone["output"][0]["content"][0]["logprobs"]
     assert [(each["token"], each["top_logprobs"]) for each in told] == [(each["token"], []) for each in logprobs]
-
-
-# --- structure
 
 
 async def test_parse_makes_a_pydantic_object_of_the_answer(client: AsyncOpenAI) -> None:
@@ -149,9 +143,6 @@ async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: Asyn
     with pytest.raises(openai.BadRequestError, match="cannot be compiled") as caught:
         await client.responses.create(model="bundled", input=QUESTION, text=text)
     assert caught.value.param == "text"
-
-
-# --- tools
 
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
@@ -186,9 +177,6 @@ async def test_a_call_and_its_output_are_sent_back(hermes: AsyncOpenAI) -> None:
     assert reply.usage.input_tokens == chat.usage.prompt_tokens
 
 
-# --- errors
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, server: Server, is_streamed: bool) -> None:
     create: Any = client.responses.create
@@ -199,9 +187,6 @@ async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, serv
         await create(model="bundled", input="a" * 600, stream=is_streamed)
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
     assert server.num_free_slots == SLOTS
-
-
-# --- kept at the client's wish: read, continued, deleted, and nobody else's
 
 
 ASKED: Any = {"model": "bundled", "input": QUESTION}
@@ -290,9 +275,6 @@ def test_the_store_is_bounded_by_bytes_and_whoever_has_most_loses_first() -> Non
     keep("few", "1", 10_001)  # which could not be kept even alone
     assert (store.find("few", "0") is None, store.find("few", "1") is None) == (False, True)
     assert [store.delete("many", "5"), store.delete("many", "5"), store.delete("few", "4")] == [True, False, False]
-
-
-# --- what Codex sends
 
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /[^z]*/'}

@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 
 class SamplingConfig(BaseModel):
-    """How to sample an answer; unset fields take the model's defaults."""
+    """Says how to sample an answer; unset fields take the model's defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

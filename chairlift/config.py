@@ -59,27 +59,27 @@ class Quantization(StrEnum):
 
 
 class SpeculationMethod(StrEnum):
-    """Where guesses at the next tokens come from."""
+    """Names the source of guesses at the next tokens."""
 
     NGRAM = "ngram"
 
 
 class GenerationDefaults(StrEnum):
-    """Where the sampling settings that a request does not set come from."""
+    """Names the source of sampling settings that a request does not set."""
 
     AUTO = "auto"
     NONE = "none"
 
 
 class LoadFormat(StrEnum):
-    """Where weights come from."""
+    """Names the source of weights."""
 
     SAFETENSORS = "safetensors"
     DUMMY = "dummy"
 
 
 class EngineConfig(BaseModel):
-    """How to run a model. Field descriptions are the help texts of the command line's flags."""
+    """Says how to run a model. Field descriptions are the help texts of the command line's flags."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -89,7 +89,7 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _find_compile_obstacle(device: torch.device) -> str | None:
-    """Why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
+    """Says why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
     try:
         torch.compile(F.silu)(torch.zeros(256, device=device))
     except Exception as error:  # of the compiler, or due to a missing program or library: all have the same effect

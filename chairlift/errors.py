@@ -48,7 +48,7 @@ class InvalidRequest(ChairliftError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptExcess:
-    """How long a prompt is, or is at least, and how long it may be; in tokens."""
+    """Compares how long a prompt is, or is at least, with how long it may be, in tokens."""
 
     num_tokens: int
     limit: int

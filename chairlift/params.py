@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back: SamplingParams, RequestOutput, finish reasons.
+"""Defines what a caller asks for and what comes back: SamplingParams, RequestOutput, finish reasons.
 
 Names and meaning follow vLLM. A field that does not exist is an error, never ignored.
 """
@@ -41,7 +41,7 @@ Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """Says why a sequence ended."""
 
     STOP = "stop"  # an end token, a stop token, a stop string, or a repetition
     LENGTH = "length"  # max_tokens, or the slot is full
@@ -56,7 +56,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class StructuredOutputs:
-    """What every text must look like; exactly one of these. The end of the grammar ends the text."""
+    """Says what every text must look like; exactly one field is set. The end of the grammar ends the text."""
 
     json: GrammarText | dict[str, Any] | None = Field(
         default=None, description="JSON Schema that the text is an instance of"
@@ -123,7 +123,7 @@ class RepetitionDetection:
 
 
 class SamplingParams(BaseModel):
-    """How to continue one prompt. Validated on construction (`pydantic.ValidationError`, a `ValueError`)."""
+    """Says how to continue one prompt. Validated on construction (`pydantic.ValidationError`, a `ValueError`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -214,7 +214,7 @@ class SamplingParams(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RequestOptions:
-    """How a request is served among others; it does not change what is generated."""
+    """Says how a request is served among others; it does not change what is generated."""
 
     priority: int = Field(
         default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"
@@ -321,7 +321,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When a request arrived, got its first slot and its first token, by `time.perf_counter()`; None: not yet."""
+    """Holds when a request arrived, got its first slot and its first token: `time.perf_counter()`; None: not yet."""
 
     arrival: float
     admission: float | None

@@ -42,7 +42,7 @@ class TokenFilter(Protocol):
 
     @property
     def follows_text(self) -> bool:
-        """Whether these depend on the tokens so far; constant."""
+        """Returns true if these depend on the tokens so far; constant."""
         ...
 
     def forbidden_after(self, token_ids: Sequence[int], start: int) -> Collection[int]:
@@ -170,7 +170,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row decodes without a guess."""
+        """Returns true if every row decodes without a guess."""
         return self.num_decode_rows == len(self.rows)
 
     @property

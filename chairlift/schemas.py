@@ -186,7 +186,7 @@ class _Preparation:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What tells the values that fit one schema from those that fit another."""
+    """Finds what tells the values that fit one schema from those that fit another."""
 
     types: set[str]  # empty: any
     values: set[str] | None  # all of them, as JSON; None: they are not listed

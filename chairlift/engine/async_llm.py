@@ -241,7 +241,7 @@ class AsyncLLM:
         await self._call(EngineCore.reset_prefix_cache)
 
     def read_stats(self) -> EngineStats:
-        """What the engine has done so far, also if it hangs, is dead or was closed."""
+        """Returns what the engine has done so far, also if it hangs, is dead or was closed."""
         return self._engine.read_stats()
 
     async def close(self) -> None:

@@ -71,7 +71,7 @@ class EngineCore:
         return self._scheduler.has_work or bool(self._launches)
 
     def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether `add` would queue these now without displacing another request."""
+        """Returns true if `add` would queue these now without displacing another request."""
         return self._scheduler.can_take(requests)
 
     def add(self, *requests: Request) -> list[TokenEvent]:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """How far the host runs ahead of the device."""
+    """Says how far the host runs ahead of the device."""
 
     num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
     recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator

@@ -1,4 +1,4 @@
-"""What an engine has done: its counts since creation, and snapshots of slots, queue and launches.
+"""Records what an engine has done: its counts since creation, and snapshots of slots, queue and launches.
 
 The engine's thread updates the journal after each launch, in integers and lists; readers get a copy. What concerns one
 request comes with its events, and what rows have in common is counted once, so a launch costs no more than a look at
@@ -33,7 +33,7 @@ MAX_WAITING_SHOWN = 20
 
 
 class SlotState(StrEnum):
-    """How a slot is used."""
+    """Names the ways in which a slot is used."""
 
     FREE = "free"  # no request, and no reusable tokens
     WARM = "warm"  # no request, but the tokens in it can be reused by a prompt that begins with them
@@ -116,7 +116,7 @@ class Snapshot:
 
 
 class SnapshotSource(Protocol):
-    """What snapshots can be taken of: `AsyncLLM`, and in tests something smaller."""
+    """Offers what snapshots are taken from: an `AsyncLLM`, in tests something smaller."""
 
     async def take_snapshot(self) -> Snapshot:
         """The engine's state after its current launch, or at once if it is idle.
@@ -148,7 +148,7 @@ TOKEN_COUNTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3276
 
 @dataclass(slots=True)
 class Histogram:
-    """How many values fell into each range. Range i ends with `bounds[i]`, which is in it; the last has no end."""
+    """Counts values by range. Range i ends with `bounds[i]`, which is in it; the last has no end."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)  # one more than bounds

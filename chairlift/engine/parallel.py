@@ -240,7 +240,7 @@ class _Others:
 
 
 def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:
-    """Why a rank has closed its link."""
+    """Says why a rank has closed its link."""
     if last_words is not None:
         return f"rank {rank} failed: {last_words}"
     with suppress(subprocess.TimeoutExpired):

@@ -34,7 +34,7 @@ class Ranks:
     """A single rank."""
 
     failure: str | None = None
-    """Why the ranks no longer work, if that is known."""
+    """Says why the ranks no longer work, if that is known."""
 
     def __init__(self, config: EngineConfig) -> None:
         """`config`: with the device of this rank."""

@@ -111,7 +111,7 @@ class Engine(Protocol):
         ...
 
     def read_stats(self) -> EngineStats:
-        """What the engine has done so far, also if it hangs, is dead or was closed."""
+        """Returns what the engine has done so far, also if it hangs, is dead or was closed."""
         ...
 
     async def until_dead(self) -> EngineDead:
@@ -323,5 +323,5 @@ class LocalEngine:
 
 
 def describe_death(error: BaseException) -> str:
-    """Why an engine died, in words."""
+    """Says in words why an engine died."""
     return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"

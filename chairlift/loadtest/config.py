@@ -1,4 +1,4 @@
-"""The settings of a load test.
+"""Defines the settings of a load test.
 
 Field names are the command line's flags and descriptions are their help, so both are written only here. Neither numpy
 nor an HTTP client is imported, so that the command line answers at once.
@@ -141,17 +141,17 @@ class BenchConfig(BaseModel, frozen=True, extra="forbid", validate_by_name=True,
 
     @property
     def is_chat(self) -> bool:
-        """Whether messages are sent: because that was asked for, or because there are conversations."""
+        """Returns true if messages are sent: that was asked for, or there are conversations."""
         return self.endpoint == "chat" or (self.endpoint is None and (self.conversations is not None or self.turns > 1))
 
     @property
     def is_open_loop(self) -> bool:
-        """Whether a schedule says when requests are sent."""
+        """Returns true if a schedule says when requests are sent."""
         return self.request_rate is not None or self.ramp is not None or self.trace is not None
 
     @property
     def endpoint_url(self) -> str:
-        """Where requests are posted."""
+        """Returns the URL that requests are posted to."""
         return f"{self.url}/v1/{'chat/completions' if self.is_chat else 'completions'}"
 
     @property

@@ -39,7 +39,7 @@ class ConversationLine(BaseModel, frozen=True):
 
     @property
     def turns(self) -> list[list[Message]]:
-        """What each turn adds: the messages up to and with one of the user. The assistant's are left out."""
+        """Splits the messages into turns, which end with one of the user. The assistant's are left out."""
         turns: list[list[Message]] = [[]]
         for message in self.messages:
             if message.get("role") != "assistant":

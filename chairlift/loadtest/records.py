@@ -1,4 +1,4 @@
-"""What was seen of one request, and the latencies that follow from it.
+"""Records what was seen of one request, and computes its latencies.
 
 Times are `time.perf_counter()` seconds. Latencies count from the intended send time: with a fixed concurrency that is
 when the request was sent; with a schedule it is when the request was due.
@@ -28,7 +28,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Why a request failed. Failures are counted by their label, such as `timeout` or `HTTP 503`."""
+    """Says why a request failed. Failures are counted by their label, such as `timeout` or `HTTP 503`."""
 
     label: str
     message: str
@@ -38,7 +38,7 @@ class RequestFailure:
 
 
 class RequestFailed(Exception):
-    """One request failed, and this is how."""
+    """Tells that one request failed, and how."""
 
     def __init__(self, label: str, message: str) -> None:
         self.failure = RequestFailure(label, one_line(message))
@@ -77,7 +77,7 @@ class RequestRecord:
 
     @property
     def prompt_token_source(self) -> str:
-        """Who counted the prompt's tokens."""
+        """Says who counted the prompt's tokens."""
         if self.usage_prompt_tokens is not None:
             return "server's usage"
         return "not known" if self.asked_prompt_tokens is None else "length asked for"
@@ -94,7 +94,7 @@ class RequestRecord:
 
     @property
     def output_token_source(self) -> str:
-        """Who counted the reply's tokens."""
+        """Says who counted the reply's tokens."""
         return "chunks received" if self.usage_output_tokens is None else "server's usage"
 
     @property

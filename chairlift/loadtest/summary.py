@@ -1,4 +1,4 @@
-"""The figures of a test or of a sweep.
+"""Computes the figures of a test or of a sweep.
 
 Definitions are those of `vllm bench serve` (vllm/benchmarks/serve.py), so figures compare: latencies and throughput are
 of the requests that succeeded, throughput is over the wall-clock time of the whole test, percentiles interpolate
@@ -115,7 +115,7 @@ class Summary:
 
     @property
     def has_lagging_client(self) -> bool:
-        """Whether the client distorted its own measurement."""
+        """Returns true if the client distorted its own measurement."""
         is_late = self.client_lag_ms is not None and self.client_lag_ms.p99 > TOLERABLE_LAG_MS
         return is_late or self.client_busy_share > TOLERABLE_BUSY_SHARE
 
@@ -175,7 +175,7 @@ def summarize(result: BenchResult) -> Summary:
 
 
 def keeps_limits(record: RequestRecord, limits: dict[str, float]) -> bool:
-    """Whether a request succeeded with every limited latency at or below its limit in ms.
+    """Returns true if a request succeeded with every limited latency at or below its limit in ms.
 
     A reply of fewer than two tokens has no time per output token and keeps every limit on it.
     """
@@ -208,7 +208,7 @@ def peak_token_rate(records: Sequence[RequestRecord]) -> float:
 
 
 def running_at(records: Sequence[RequestRecord], moments: Series) -> Series:
-    """How many requests are in flight at each of these times, shape as `moments`."""
+    """Counts the requests in flight at each of these times, shape as `moments`."""
     sent = np.sort([record.sent_at for record in records])
     ended = np.sort([record.ended_at for record in records])
     return (np.searchsorted(sent, moments, side="right") - np.searchsorted(ended, moments, side="right")).astype(float)

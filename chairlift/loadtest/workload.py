@@ -1,4 +1,4 @@
-"""What a test sends and when: conversations of one or more turns, made ahead of the clock from the settings, or read.
+"""Makes what a test sends and when: conversations of turns, from the settings or from files, ahead of the clock.
 
 Random prompts need no tokenizer: they are token ids for completions, short words for chat. All prompts of one test
 differ, so that no server can answer one from the cache of another. Each purpose has its own random numbers: the same
@@ -133,7 +133,7 @@ def _generator(config: BenchConfig, purpose: str, *details: int) -> np.random.Ge
 
 
 def _num_choices(config: BenchConfig) -> int:
-    """How many tokens or words a random prompt is drawn from."""
+    """Counts the tokens or words that a random prompt is drawn from."""
     return len(WORDS if config.is_chat else TOKEN_IDS)
 
 

@@ -24,7 +24,7 @@ from chairlift.models.attention import Attend
 ATTENTION = "chairlift"  # name of an attention function
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
-"""What transformers calls for each layer: module, `[1, H, T, D]` queries, keys and values, mask, options."""
+"""A function that transformers calls for each layer: module, `[1, H, T, D]` queries, keys and values, mask, options."""
 
 
 class _Pass(threading.local):
@@ -77,7 +77,7 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> "_Given":
-        """What some heads ask for instead of the body."""
+        """Returns the body to heads that ask for it by this name."""
         return self
 
     def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> _Output:

@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 def find_obstacle(
     backend: AttentionBackend, model: ModelShape, dtype: DType, device: str, num_ranks: int = 1
 ) -> str | None:
-    """Why the backend cannot run that model in that format on that device ("cpu", "cuda:0"); None if it can.
+    """Says why the backend cannot run that model in that format on that device ("cpu", "cuda:0"); None if it can.
 
     For the cpu backend this compiles its kernels, if that has not been done before.
     """

@@ -24,7 +24,7 @@ Layer = tuple[Block, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the engine, the cache and attention need to know of a decoder."""
+    """Holds what the engine, the cache and attention need to know of a decoder."""
 
     architecture: str
     vocab_size: int

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         return cast("list[DecoderLayer]", list(self.model.layers))
 
     def is_product(self, name: str) -> bool:
-        """Whether the parameter is the matrix of a product: a `Linear`'s, or the embedding that is also the head."""
+        """Returns true for the matrix of a product: a `Linear`'s, or the embedding that is also the head."""
         module, _, leaf = name.rpartition(".")
         is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))

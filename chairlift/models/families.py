@@ -32,7 +32,7 @@ Differences = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture differs from a plain decoder with norms before attention and MLP."""
+    """Says how an architecture differs from a plain decoder with norms before attention and MLP."""
 
     config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
     # Fields of AttentionBlock, DenseMLPBlock and ModelConfig: what they always are, or functions of its object.

@@ -279,7 +279,7 @@ def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
 
 
 def _is_zero_bias(reader: WeightReader, name: str) -> bool:
-    """Whether it is a bias of a matrix in groups with zeros only: GPTQ's tools write these for products without one.
+    """Returns true for a bias of zeros beside a matrix in groups: GPTQ's tools write these for products without one.
 
     CheckpointError if it is not all zeros.
     """

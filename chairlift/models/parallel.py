@@ -106,7 +106,7 @@ class CheckpointPart(Checkpoint):
 
 
 def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
-    """Why that checkpoint cannot be divided over so many ranks; None if it can."""
+    """Says why that checkpoint cannot be divided over so many ranks; None if it can."""
     config = checkpoint.config
     if checkpoint.gguf is not None or checkpoint.compression is not None:
         what = "it is a GGUF file" if checkpoint.gguf else "its weights are quantized"

@@ -29,7 +29,7 @@ _TAKEN_FOR_GRANTED = ("position_ids", "use_cache", "dropout", "output_attentions
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one layer asked of attention."""
+    """Records what one layer asked of attention."""
 
     layer_idx: int
     window: int | None
@@ -189,7 +189,7 @@ def _untie(model: Any, config: Any, weights: SafetensorsWeights) -> int:
 
 
 def _record(model: Any, config: Any) -> list[_Call]:
-    """What each layer needs of attention. CheckpointError, without the model's name, for what is not supported."""
+    """Finds what each layer needs of attention. CheckpointError, without the model's name, if it is not supported."""
     recorder = _Recorder()
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -232,7 +232,7 @@ def _has_alibi(config: Any) -> bool:
 
 
 def _reason(model: Any, config: Any, calls: list[_Call], error: Exception) -> str:
-    """Why its code failed over the cache's slots, as far as its config and the failure tell."""
+    """Says why its code failed over the cache's slots, as far as its config and the failure tell."""
     if _has_alibi(config):
         return _ALIBI
     if getattr(config, "num_kv_shared_layers", 0):

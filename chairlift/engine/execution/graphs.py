@@ -95,7 +95,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 
 class _Buffers:
-    """What graphs read and write, one entry per row. A batch of `size` rows takes the first `size` of each."""
+    """Holds what graphs read and write, one entry per row. A batch of `size` rows takes the first `size` of each."""
 
     def __init__(
         self, max_batch_size: int, max_steps: int, vocab_size: int, scratch: int, device: torch.device

@@ -19,7 +19,7 @@ AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What `resolve` needs to know of the machine. `device` is concrete: "cpu" or "cuda:0"."""
+    """Holds what `resolve` needs to know of the machine. `device` is concrete: "cpu" or "cuda:0"."""
 
     device: str
     fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
@@ -34,7 +34,7 @@ class MachineFacts:
 
 
 FindObstacle = Callable[[AttentionBackend, ModelShape, DType, str, int], str | None]
-"""Why a backend cannot run a model in a format on a device, divided over a number of ranks; None if it can."""
+"""Says why a backend cannot run a model in a format on a device, divided over some ranks; None if it can."""
 
 
 class _Backend(NamedTuple):

@@ -58,7 +58,7 @@ _BYTES_PER_S = 2e8  # by which a lexer grows if it does nothing else
 
 @dataclass(frozen=True, slots=True)
 class GrammarProblem:
-    """Why a grammar cannot be compiled."""
+    """Says why a grammar cannot be compiled."""
 
     reason: str
     line: int | None = None  # of what llguidance compiled
@@ -104,7 +104,7 @@ class CompiledGrammar:
         return LLMatcher(self._tokenizer, self._source, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
 
     def compute_mask(self, matcher: LLMatcher) -> torch.Tensor:
-        """Which tokens may come next: int32 `[words]`, one bit per token, all 0 after an error or the end."""
+        """Computes which tokens may come next: int32 `[words]`, a bit per token, all 0 after an error or the end."""
         mask = torch.zeros(-(-self._tokenizer.vocab_size // 32), dtype=torch.int32)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)

@@ -32,7 +32,7 @@ _Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DrawKind(IntEnum):
-    """What sampling a row needs. A launch uses the highest kind of its rows, which does not change the others."""
+    """Names what sampling a row needs. A launch uses the highest kind of its rows, which does not change the others."""
 
     GREEDY = 0
     RANDOM = 1  # a temperature
@@ -196,7 +196,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class GraphSampling:
-    """How a sampling graph samples the rows of a launch."""
+    """Says how a sampling graph samples the rows of a launch."""
 
     kind: DrawKind
     table: torch.Tensor | None  # on the host; None: no row draws

@@ -22,7 +22,7 @@ NOTHING_GUESSED: Guessed = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens are sampled: after a row's last own token, and after each token of its guess."""
+    """Lists where tokens are sampled: after a row's last own token, and after each token of its guess."""
 
     tokens: list[int]  # indices in the batch, after which tokens are sampled
     rows: list[int]  # of the plan, by place
@@ -47,6 +47,6 @@ class Places:
 
 
 def up_to_wrong(drawn: list[int], guess: Sequence[int]) -> list[int]:
-    """Of the tokens drawn before and after each token of a guess, those up to and including the first wrong one."""
+    """Returns the tokens drawn before and after each token of a guess, up to and with the first wrong one."""
     num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, guess, strict=False)))
     return drawn[: num_right + 1]

@@ -107,7 +107,7 @@ class TokenGrammar:
 
     @property
     def has_broken_lexer(self) -> bool:
-        """Whether the shared lexer is broken, perhaps by another sequence."""
+        """Returns true if the shared lexer is broken, perhaps by another sequence."""
         return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
 
     def consume_sampled(self, consume: Callable[[list[_Pair]], object]) -> None:
@@ -363,7 +363,7 @@ class PendingMasks:
         self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
 
     def error_of(self, row: int) -> str | None:
-        """Why no token can be sampled for a row, if its grammar is the reason."""
+        """Says why no token can be sampled for a row, if its grammar is the reason."""
         grammar = self._grammars.get(row)
         return None if grammar is None or grammar.error is None else f"the grammar failed: {grammar.error}"
 

@@ -87,7 +87,7 @@ class _Additions:
 
 
 class _RowAdditions(NamedTuple):
-    """What a row contributes to `_Additions`, on the host."""
+    """Holds what a row contributes to `_Additions`, on the host."""
 
     tokens: TokenIds
     values: npt.NDArray[np.float32]
@@ -102,7 +102,7 @@ class _Constants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the rows of one launch asked for; parts that no row asked for are None or empty."""
+    """Holds what the rows of one launch asked for; parts that no row asked for are None or empty."""
 
     additions: list[_Additions | None]  # per step: logit bias, bad words, and end tokens below min_tokens
     refused: dict[int, torch.Tensor]  # by row with `allowed_token_ids`: all other tokens, bool [vocab]
@@ -217,7 +217,7 @@ class Sampler:
 
 
 def _may_not_end(row: RowPlan, num_more: int) -> bool:
-    """Whether with `num_more` more tokens the row is below its min_tokens, and has tokens that would end it."""
+    """Returns true if `num_more` more tokens leave the row below its min_tokens, and tokens could end it."""
     return bool(row.key.end_token_ids) and row.num_output_tokens + num_more < row.key.min_tokens
 
 

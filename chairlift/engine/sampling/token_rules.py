@@ -60,7 +60,7 @@ class Automaton:
         return following
 
     def depth(self, state: int) -> int:
-        """How many of the last elements begin a pattern, or are one."""
+        """Counts the last elements that begin a pattern, or are one."""
         return self._depths[state]
 
     def longest_match(self, state: int) -> int | None:
@@ -174,7 +174,7 @@ class RuleFilter:
 
     @property
     def follows_text(self) -> bool:
-        """Whether what may come next depends on the tokens before it."""
+        """Returns true if what may come next depends on the tokens before it."""
         return self.rules.bad_words is not None and self.rules.bad_words.automaton is not None
 
     def forbidden_after(self, token_ids: Sequence[int], start: int) -> TokenIds:

@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation is rendered."""
+    """Says how a conversation is rendered."""
 
     tools: list[dict[Any, Any] | Callable[..., Any]] = field(default_factory=list)  # in OpenAI's shape
     add_generation_prompt: bool = True  # end with the beginning of the assistant's turn

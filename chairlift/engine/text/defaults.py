@@ -16,7 +16,7 @@ _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 
 class CheckpointDefaults(BaseModel):
-    """How a checkpoint's answers are sampled, as far as the checkpoint specifies it."""
+    """Says how a checkpoint's answers are sampled, as far as the checkpoint specifies it."""
 
     model_config = ConfigDict(strict=True)
 

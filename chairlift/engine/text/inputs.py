@@ -42,7 +42,7 @@ _NUM_PREPARED = 4
 
 @dataclass(frozen=True, slots=True)
 class _PreparedParams:
-    """What is costly to derive from parameters; prompts with the same parameters share it."""
+    """Holds what is costly to derive from parameters; prompts with the same parameters share it."""
 
     params: SamplingParams
     engine_params: SamplingParams  # with a stop token for each stop string that is a special token
@@ -60,7 +60,7 @@ class TextWatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a choice's tokens become text, and where the text ends, in addition to SamplingParams."""
+    """Says how a choice's tokens become text, and where the text ends, in addition to SamplingParams."""
 
     new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
     shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name

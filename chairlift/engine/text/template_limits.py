@@ -49,7 +49,7 @@ class TemplateTooCostly(TemplateRuntimeError):
 
 
 class _Budget:
-    """What a rendering may still spend."""
+    """Counts down what a rendering may still spend."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline

@@ -90,7 +90,7 @@ class Tokenizer:
         }
 
     def entries(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells each token, which is not always its text: for instance "Ġthe" for " the"."""
+        """Spells each token as the vocabulary does, which is not always its text: for instance "Ġthe" for " the"."""
         return [self.backend.id_to_token(token) or "" for token in token_ids]
 
     @cached_property
@@ -164,7 +164,7 @@ class Tokenizer:
         }
 
     def is_written(self, token_id: int) -> bool:
-        """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""
+        """Returns true if the token can appear in decoded text; special and unknown ones do not affect it."""
         return token_id not in self._unwritten_ids and self.backend.id_to_token(token_id) is not None
 
     def split(self, text: str) -> list[str | int]:

@@ -1,4 +1,4 @@
-"""Attention over the cache slots: what a forward pass knows of its batch, and what a backend must offer.
+"""Defines attention over the cache slots: what a forward pass knows of its batch, and what a backend offers.
 
 A backend's `prepare` looks at a batch once per step and returns `attend`, which every layer calls with its own
 queries, keys and values: it appends keys and values to the slots in place and attends to all that each row may see.
@@ -34,7 +34,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Where each row's tokens are, on the device and, known without waiting for the device, on the host."""
+    """Says where each row's tokens are: on the device, and on the host, which need not wait for the device."""
 
     row_offsets: torch.Tensor  # int32 [B + 1]
     positions: torch.Tensor  # int64 [T]: of each token in its sequence

@@ -28,7 +28,7 @@ _SPLITS_AS_IT_SEES_FIT = 0
 
 
 def find_obstacle(head_dims: Iterable[int], dtype: DType, device: str) -> str | None:
-    """Why flash-attn cannot run a model of that shape and format on that device; None if it can."""
+    """Says why flash-attn cannot run a model of that shape and format on that device; None if it can."""
     if device == "cpu":
         return "it runs on a CUDA device, and the device is cpu"
     if dtype is DType.FLOAT32:

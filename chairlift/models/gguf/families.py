@@ -1,4 +1,4 @@
-"""What a GGUF file's names and numbers mean, in Hugging Face's words: its metadata as a config, its tensors as weights.
+"""Translates a GGUF file into Hugging Face's words: its metadata into a config, its tensors into weights.
 
 The names are llama.cpp's (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What its converter changes in
 weights is undone: the other order of rows of queries and keys, and the 1 added to norms.
@@ -75,7 +75,7 @@ class _Fields:
         return float(value)
 
     def has(self, name: str) -> bool:
-        """Whether it is present, and not zero."""
+        """Returns true if it is present, and not zero."""
         return _is_set(self._left.get(f"{self._prefix}{name}"))
 
     def text(self, name: str, default: str) -> str:
@@ -102,7 +102,7 @@ _Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """How the files of an architecture differ."""
+    """Says how the files of an architecture differ."""
 
     family: str | Callable[[_Fields], str]
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
@@ -199,7 +199,7 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 
 def sampling_of(file: GGUFFile) -> dict[str, Any]:
-    """How the file's makers sample, in the words of a generation_config.json."""
+    """Returns how the file's makers sample, in the words of a generation_config.json."""
     given = {theirs: file.metadata.get(f"general.sampling.{ours}") for ours, theirs in _SAMPLING.items()}
     # They are stored in 32 bits: 0.6 would be 0.6000000238.
     return {name: round(value, 6) for name, value in given.items() if isinstance(value, int | float)}
@@ -213,7 +213,7 @@ def _architecture_of(file: GGUFFile) -> tuple[str, _Architecture]:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """What a model computes in: the format of its matrices, or bfloat16 beside weights in groups."""
+    """Returns what a model computes in: the format of its matrices, or bfloat16 beside weights in groups."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) == 2}
     if kinds - PLAIN.keys() or Kind.BF16 in kinds:
         return "bfloat16"

@@ -35,7 +35,7 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of a tensor. Its bytes are within the file."""
+    """Describes a tensor as the header does. Its bytes are within the file."""
 
     shape: tuple[int, ...]  # the outermost dimension first, as in torch
     kind: GGMLQuantizationType

@@ -70,9 +70,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._launches)
 
-    def can_take(self, requests: Sequence[Request]) -> bool:
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
         """Returns true if `add` would queue these now without displacing another request."""
-        return self._scheduler.can_take(requests)
+        return self._scheduler.has_room_for(requests)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
         """Queues requests, all or none, and returns the ends of those that they displace.

@@ -136,7 +136,7 @@ class LLM:
         waiting = deque(states)
         while waiting or core.has_work:
             # What would displace queued requests waits here. An idle engine is asked anyway, to raise why it refuses.
-            while waiting and (core.can_take(waiting[0].generation.requests) or not core.has_work):
+            while waiting and (core.has_room_for(waiting[0].generation.requests) or not core.has_work):
                 core.add(*waiting.popleft().generation.requests)
             try:
                 events = core.step()

@@ -14,84 +14,30 @@ for `later_than`, which looks at all tenants of a level.
 
 import heapq
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from itertools import chain, count, groupby, takewhile, zip_longest
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
+from chairlift.scheduler.lazy_heap import LazyHeap
 from chairlift.scheduler.request import Request, RequestState
 
 AGEING_S = 30.0
 """Seconds without service that are worth one level of priority."""
 
-_MIN_PRUNED = 64  # heaps with fewer entries are not pruned
-
-_Member = TypeVar("_Member")
-
-
-class LazyHeap(Generic[_Member]):
-    """Finds the member with the lowest key. A key only grows, or becomes None when its member has left.
-
-    A stale entry surfaces too early, and is corrected then.
-    """
-
-    def __init__(self, key_of: Callable[[_Member], float | None]) -> None:
-        self._key_of = key_of
-        self._entries: list[tuple[float, int, _Member]] = []  # equal keys in order of insertion
-        self._serials = count()
-        self._max_entries = _MIN_PRUNED
-
-    def __len__(self) -> int:
-        """Number of entries, including those of members that have left."""
-        return len(self._entries)
-
-    def push(self, key: float, member: _Member) -> None:
-        """Adds a member, which must not be in the heap yet."""
-        if len(self._entries) >= self._max_entries:
-            self._entries = [entry for entry in self._entries if self._key_of(entry[2]) is not None]
-            heapq.heapify(self._entries)
-            self._max_entries = 2 * len(self._entries) + _MIN_PRUNED
-        heapq.heappush(self._entries, (key, next(self._serials), member))
-
-    def first(self) -> _Member | None:
-        """The member with the lowest key, which stays in the heap. None if there is none."""
-        while self._entries:
-            entered, serial, member = self._entries[0]
-            key = self._key_of(member)
-            if key is None:
-                heapq.heappop(self._entries)
-            elif key > entered:
-                heapq.heapreplace(self._entries, (key, serial, member))
-            else:
-                return member
-        return None
-
 
 class FairQueue:
-    """Waiting requests; each carries its own `options.priority` and `options.tenant`."""
+    """A `RequestQueue` that is fair to tenants, which are named by `options.tenant`."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, RequestState] = {}
-        self._num_by_tenant: Counter[str] = Counter()
         self._levels: dict[int, _Level] = {}  # by priority; none is empty
         self._by_urgency = LazyHeap[_Level](lambda level: level.urgency if level.tenants else None)
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def __iter__(self) -> Iterator[RequestState]:
-        """Roughly in the order in which they get slots; exactly so with one tenant and no new requests."""
+        """Iterates roughly in the order of service; exactly so with one tenant and no new requests."""
         levels = sorted(self._levels.values(), key=lambda level: level.urgency)
         return chain.from_iterable(levels)
-
-    def find(self, request_id: str) -> RequestState | None:
-        """The waiting request with that id, if there is one."""
-        return self._requests.get(request_id)
-
-    def num_of(self, tenant: str) -> int:
-        """Requests of a tenant, whatever their priority."""
-        return self._num_by_tenant.get(tenant, 0)
 
     def push(self, request: RequestState, *, is_first: bool = False) -> None:
         """Queues a request after the others of its tenant, or before them (`is_first`) if it was preempted."""
@@ -101,31 +47,23 @@ class FairQueue:
             level = self._levels[priority] = _Level(priority, request.queue_time)
             self._by_urgency.push(level.urgency, level)
         level.push(request, is_first)
-        self._requests[request.request_id] = request
-        self._num_by_tenant[request.options.tenant] += 1
 
     def peek(self) -> RequestState:
-        """The next request. There must be one."""
+        """Returns the next request. There must be one."""
         level = self._by_urgency.first()
         assert level is not None, "no request waits"
         return level.next_tenant().head
 
     def pop(self, now: float) -> RequestState:
-        """Takes out the next request, and charges its prompt to its tenant."""
+        """Removes the next request and returns it; charges its prompt to its tenant."""
         request = self.peek()
         self._levels[request.options.priority].serve(request, now)
-        self.remove(request.request_id)
+        self.remove(request)
         return request
 
-    def remove(self, request_id: str) -> None:
-        """Takes a request out, if it waits."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        priority, tenant = request.options.priority, request.options.tenant
-        self._num_by_tenant[tenant] -= 1
-        if not self._num_by_tenant[tenant]:
-            del self._num_by_tenant[tenant]
+    def remove(self, request: RequestState) -> None:
+        """Removes a request, which must be in the queue."""
+        priority = request.options.priority
         self._levels[priority].remove(request)
         if not self._levels[priority].tenants:
             del self._levels[priority]
@@ -137,10 +75,9 @@ class FairQueue:
             level.charge(request.options.tenant, request.num_output_tokens)
 
     def later_than(self, newcomers: Sequence[Request], now: float) -> Iterator[list[RequestState]]:
-        """Iterates over groups that would be served after `newcomers` if these were added now, the last one first.
+        """Iterates over groups as `RequestQueue` says.
 
-        Leaves out groups in which a request has had a slot. If newcomers differ, the lowest of their priorities
-        counts, with the prompts of all. The iterator is invalid once the queue has changed.
+        If newcomers differ, the lowest of their priorities counts, with the prompts of all.
         """
         newcomer = max(newcomers, key=lambda each: each.options.priority)
         own = newcomer.options.priority
@@ -155,11 +92,7 @@ class FairQueue:
             yield from (group for group in level.later_than(_FIRST) if saved not in group)
 
     def check(self) -> None:
-        """Asserts that every request waits in exactly one place."""
-        listed = [request.request_id for level in self._levels.values() for request in level]
-        assert sorted(listed) == sorted(self._requests), "a request waits twice, or nowhere"
-        tenants = Counter(request.options.tenant for request in self._requests.values())
-        assert dict(tenants) == dict(self._num_by_tenant), "a tenant's requests are miscounted"
+        """Asserts that levels and tenants know their requests, what these cost, and which is next."""
         for level in self._levels.values():
             level.check()
 

@@ -22,9 +22,12 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler.events import TokenEvent
+from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.next_step import NextStep, share_of
 from chairlift.scheduler.placement import Placement
+from chairlift.scheduler.preemption import choose_last, choose_victim
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
+from chairlift.scheduler.request_queue import RequestQueue
 from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
@@ -46,16 +49,17 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
         max_num_running: int | None = None,
         speculation: Speculation | None = None,
+        new_queue: Callable[[], RequestQueue] = FairQueue,
     ) -> None:
-        """`clock`: monotonic seconds. `max_num_running` None: as many as there are slots."""
+        """`clock`: monotonic seconds. `max_num_running` None: as many as slots. `new_queue`: decides who is next."""
         self._slots = slots
         self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self.max_steps = self._max_steps_per_launch = max_steps_per_launch  # current, and maximum
-        self._max_num_batched_tokens, self._clock, self.speculation = max_num_batched_tokens, clock, speculation
-        self.placement = Placement(slots, policy.enable_prefix_caching)
-        self.waiting = WaitingQueue(max_queue_size, policy, clock)
+        self._max_num_batched_tokens, self._clock, self._policy = max_num_batched_tokens, clock, policy
+        self.speculation, self.placement = speculation, Placement(slots, policy.enable_prefix_caching)
+        self.waiting = WaitingQueue(new_queue(), max_queue_size, policy, clock)
         self._running: dict[str, RequestState] = {}  # in the order in which they got slots
         self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet reported
 
@@ -81,9 +85,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(len(self.waiting) or self._running or self._unstarted)
 
-    def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether `add` would queue these without displacing a waiting request."""
-        return self.waiting.can_take(requests, self._num_places)
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
+        """Returns true if `add` would queue these without displacing a waiting request."""
+        return self.waiting.has_room_for(requests, self._num_places)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
         """Queues requests, all or none; they start as slots become available. Returns the ends of those they displace.
@@ -110,7 +114,7 @@ class Scheduler:
     def expire(self) -> list[TokenEvent]:
         """Ends requests whose deadline has passed, `_MAX_EXPIRED` at most. Must be called before `schedule`."""
         events, self._unstarted = self._unstarted, []
-        while len(events) < _MAX_EXPIRED and (request := self.waiting.take_overdue()) is not None:
+        while len(events) < _MAX_EXPIRED and (request := self.waiting.pop_overdue()) is not None:
             request.stop_reason = TIMED_OUT
             has_started = request.admission_time is not None
             events.append(self._end(request) if has_started else self.waiting.time_out(request))
@@ -237,7 +241,7 @@ class Scheduler:
     def _preempt_if_wanted(self) -> None:
         """Preempts a running request if one of higher priority waits and cannot start otherwise."""
         if len(self.waiting) and not self._num_places:
-            victim = self.waiting.choose_victim(self.running)
+            victim = choose_victim(self.running, self.waiting.peek(), self._policy)
             if victim is not None:
                 self._make_yield(victim)
 
@@ -245,7 +249,7 @@ class Scheduler:
         """Gets memory for a decode row's next launch, by preemption if needed. False if the row must wait for it."""
         wanted = min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
         while _keeps_slot(request) and not self.placement.provide(request, wanted):
-            if (victim := self.waiting.choose_last(list(self.running))) is None or not self._make_yield(victim):
+            if (victim := choose_last(list(self.running))) is None or not self._make_yield(victim):
                 return False  # launches in flight still write to the slot that will be released
         return _keeps_slot(request)
 

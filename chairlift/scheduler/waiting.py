@@ -1,19 +1,20 @@
-"""The waiting queue: its capacity, which request a new one displaces, and deadlines.
+"""The waiting queue: its capacity, whom a new request displaces, and deadlines. The order is a `RequestQueue`.
 
 If the queue is full, a new request displaces the one that would be served last, if that one would be served after it.
 No tenant fills more than its share of the queue.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason
 from chairlift.scheduler.events import TokenEvent
-from chairlift.scheduler.fair_queue import FairQueue, LazyHeap
+from chairlift.scheduler.lazy_heap import LazyHeap
 from chairlift.scheduler.request import Group, Request, RequestState
+from chairlift.scheduler.request_queue import RequestQueue
 
 _NUM_STARTS = 64
 _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 600.0
@@ -32,11 +33,14 @@ class Policy:
 DEFAULT_POLICY = Policy()
 
 
-class WaitingQueue(FairQueue):
+class WaitingQueue:
     """Requests without a slot. Keeps the deadlines of running requests, too."""
 
-    def __init__(self, max_size: int, policy: Policy, clock: Callable[[], float]) -> None:
-        super().__init__()
+    def __init__(self, queue: RequestQueue, max_size: int, policy: Policy, clock: Callable[[], float]) -> None:
+        """`queue`: empty; keeps the requests in their order. `max_size`: requests that may wait."""
+        self._queue = queue
+        self._requests: dict[str, RequestState] = {}  # those in the queue, by id
+        self._num_by_tenant: Counter[str] = Counter()
         self._max_size = max_size
         self._policy = policy
         self._clock = clock
@@ -44,8 +48,23 @@ class WaitingQueue(FairQueue):
         self._starts: deque[float] = deque(maxlen=_NUM_STARTS)  # when the queue began to fill; when slots were given
         self.num_preemptions = 0
 
-    def can_take(self, requests: Sequence[Request], num_places: int) -> bool:
-        """Whether these would displace no request, if `num_places` requests can start to run at once."""
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Iterates roughly in the order of service."""
+        return iter(self._queue)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """Returns the waiting request with that id; None if there is none."""
+        return self._requests.get(request_id)
+
+    def peek(self) -> RequestState:
+        """Returns the next request. There must be one."""
+        return self._queue.peek()
+
+    def has_room_for(self, requests: Sequence[Request], num_places: int) -> bool:
+        """Returns true if these would displace no request, where `num_places` requests can start to run at once."""
         return len(requests) <= self._num_free(num_places) and self._share_error(requests, num_places) is None
 
     def add(self, requests: Sequence[Request], num_places: int) -> list[TokenEvent]:
@@ -57,7 +76,7 @@ class WaitingQueue(FairQueue):
         group = Group()
         for request in requests:
             state = RequestState(request, now, group)
-            self._queue(state, now)
+            self._push(state, now)
             if state.options.timeout is not None:
                 self._add_deadline(now + state.options.timeout, state)
             if self._policy.queue_timeout is not None:
@@ -69,50 +88,33 @@ class WaitingQueue(FairQueue):
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.queue_time = self._clock()
-        self._queue(request, request.queue_time, is_first=True)
+        self._push(request, request.queue_time, is_first=True)
 
     def start_next(self) -> RequestState:
-        """Takes out the next request, which gets a slot now."""
+        """Removes the next request, which gets a slot now, and returns it."""
         now = self._clock()
-        request = self.pop(now)
+        request = self._queue.pop(now)
+        self._forget(request)
         request.start(now)
         self._starts.append(now)
         return request
 
-    def choose_victim(self, running: Iterable[RequestState]) -> RequestState | None:
-        """The running request to preempt for the next waiting one; None if the policy allows none.
+    def remove(self, request_id: str) -> None:
+        """Removes a request that gets no slot, if it waits."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._queue.remove(request)
+            self._forget(request)
 
-        Candidates have generated `preempt_after` tokens since they got a slot, and are at least `preempt_levels` below
-        the next request's priority. Of these, it is the first with the lowest priority.
-        None also while a request that was preempted has launches in flight.
+    def charge(self, request: RequestState) -> None:
+        """Tells the queue's order what a request has generated until it ended."""
+        self._queue.charge(request)
+
+    def pop_overdue(self) -> RequestState | None:
+        """Returns a request whose deadline has passed, and which must be ended at once. It waits no longer.
+
+        None if there is none.
         """
-        preempt_after = self._policy.preempt_after
-        if preempt_after is None:
-            return None
-        victim, lowest = None, self.peek().options.priority + self._policy.preempt_levels - 1
-        for request in running:
-            if request.is_yielding:
-                return None
-            if (
-                request.options.priority > lowest
-                and len(request.token_ids) - request.num_tokens_placed >= preempt_after
-            ):
-                victim, lowest = request, request.options.priority
-        return victim
-
-    @staticmethod
-    def choose_last(running: Sequence[RequestState]) -> RequestState | None:
-        """The request to preempt if memory is short: the last one of the lowest priority, but never the first of all.
-
-        None if there is no other, or while a request that was preempted has launches in flight.
-        """
-        others = running[1:]
-        if not others or any(request.is_yielding for request in running):
-            return None
-        return max(reversed(others), key=lambda request: request.options.priority)
-
-    def take_overdue(self) -> RequestState | None:
-        """Takes out a request whose deadline has passed, which must be ended at once. None if there is none."""
         deadline = self._deadlines.first()
         if deadline is None or deadline.time > self._clock() or (request := deadline.subject) is None:
             return None
@@ -120,22 +122,36 @@ class WaitingQueue(FairQueue):
         return request
 
     def time_out(self, request: RequestState) -> TokenEvent:
-        """The end of an overdue request that never had a slot."""
+        """Ends an overdue request that never had a slot."""
         now = self._clock()
         message = f"no slot was free within {now - request.queue_time:.1f} s; try again later"
         return _turn_away(request, QueueTimeout(message, self._wait_for(len(self), now)))
 
     def check(self) -> None:
         """Asserts that every request waits in exactly one place, and has no slot."""
-        super().check()
+        self._queue.check()
+        waiting = [request.request_id for request in self]
+        assert sorted(waiting) == sorted(self._requests), "a request waits twice, or nowhere"
+        tenants = Counter(request.options.tenant for request in self)
+        assert tenants == self._num_by_tenant, "a tenant's requests are miscounted"
         assert all(request.slot is None and request.num_computed == 0 for request in self)
         assert all(request.finish_reason is None for request in self), "a request that is over waits"
 
-    def _queue(self, request: RequestState, now: float, *, is_first: bool = False) -> None:
-        if not len(self):
+    def _push(self, request: RequestState, now: float, *, is_first: bool = False) -> None:
+        if not self._requests:
             self._starts.clear()
             self._starts.append(now)
-        self.push(request, is_first=is_first)
+        self._queue.push(request, is_first=is_first)
+        self._requests[request.request_id] = request
+        self._num_by_tenant[request.options.tenant] += 1
+
+    def _forget(self, request: RequestState) -> None:
+        """Drops a request that has left the queue."""
+        del self._requests[request.request_id]
+        tenant = request.options.tenant
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
 
     def _add_deadline(self, time: float, request: RequestState, *, is_for_waiting: bool = False) -> None:
         self._deadlines.push(time, _Deadline(time, ref(request), is_for_waiting))
@@ -149,7 +165,7 @@ class WaitingQueue(FairQueue):
         for tenant, num_new in Counter(options.tenant for options in limited).items():
             share = min(options.queue_share for options in limited if options.tenant == tenant)
             most = max(1, int(share * self._max_size))
-            num_missing = self.num_of(tenant) + num_new - most - num_places
+            num_missing = self._num_by_tenant.get(tenant, 0) + num_new - most - num_places
             if most < self._max_size and num_missing > 0:
                 message = f"your share of the waiting queue is full ({most} of {self._max_size} requests)"
                 return QueueFull(f"{message}; try again later", self._wait_for(num_missing, self._clock()))
@@ -161,7 +177,7 @@ class WaitingQueue(FairQueue):
         if num_missing <= 0:
             return []
         displaced: list[RequestState] = []
-        for group in self.later_than(requests, now):
+        for group in self._queue.later_than(requests, now):
             displaced += group
             if len(displaced) >= min(num_missing, len(requests)):  # preempted requests may exceed the capacity
                 return displaced

@@ -15,6 +15,8 @@ from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
+from chairlift.scheduler.fair_queue import FairQueue
+from chairlift.scheduler.request_queue import RequestQueue
 
 EOS, WORD = 1, 9
 _OPTIONS = {
@@ -73,12 +75,13 @@ class Driver:
         max_num_running: int | None = None,
         cache_tokens: int | None = None,
         speculation: Speculation | None = None,
+        new_queue: Callable[[], RequestQueue] = FairQueue,
     ) -> None:
         self.now = 0.0
         self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens)
-        self.scheduler = Scheduler(
-            self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running, speculation
-        )
+        limits = (budget, max_steps, max_queue_size)
+        parts = (max_num_running, speculation, new_queue)
+        self.scheduler = Scheduler(self.slots, *limits, policy, lambda: self.now, *parts)
         self.requests: dict[str, RequestState] = {}
         self.in_flight: deque[StepPlan] = deque()
 
@@ -319,7 +322,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     """What a scheduler without work still knows are the tokens of warm slots; once they are forgotten, nothing."""
     queue, placement, slots = scheduler.waiting, scheduler.placement, scheduler._slots
     assert (scheduler._running, scheduler._unstarted) == ({}, [])
-    assert (queue._requests, queue._levels, queue._num_by_tenant) == ({}, {}, {})
+    assert (queue._requests, list(queue), queue._num_by_tenant) == ({}, [], {})
     assert queue._deadlines.first() is None
     assert placement._owners == {}
     scheduler.reset_prefix_cache()

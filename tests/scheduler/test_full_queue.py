@@ -37,7 +37,8 @@ def waiting(engine: FakeEngine) -> list[str]:
 
 def num_acceptable(engine: FakeEngine) -> int:
     """Requests that find places, though nobody leaves for them."""
-    return next(count for count in range(100) if not engine.scheduler.can_take([engine.make("next", 4)] * (count + 1)))
+    newcomer = engine.make("next", 4)
+    return next(count for count in range(100) if not engine.scheduler.has_room_for([newcomer] * (count + 1)))
 
 
 # Places

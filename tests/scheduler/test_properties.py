@@ -12,7 +12,9 @@ from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import StepPlan
 from chairlift.scheduler import Policy, Request, Speculation
+from chairlift.scheduler.fair_queue import FairQueue
 from tests.scheduler.fake_engine import EOS, NO_REUSE, FakeEngine, assert_nothing_is_left
+from tests.scheduler.first_come_queue import FirstComeQueue
 
 STOP, NUM_TOKENS = 0, 6  # token ids are drawn from [0, NUM_TOKENS)
 
@@ -151,6 +153,7 @@ policies = st.builds(
 settings_of_engines = st.fixed_dictionaries(
     {
         "policy": policies,
+        "new_queue": st.sampled_from([FairQueue, FairQueue, FirstComeQueue]),
         "num_slots": st.integers(1, 5),
         "budget": st.integers(1, 100),
         "cache_tokens": st.none() | st.sampled_from([64 * num_chunks for num_chunks in range(3, 9)]),
@@ -218,13 +221,13 @@ class Traffic(RuleBasedStateMachine):
         most = min(max_tokens, MAX_SEQ_LEN - len(prompt))
         requests = [self.engine.ask(f"r{next(self.names)}", prompt, most, **options) for _ in range(num_forks)]
         started = {each.request_id for each in self.engine.requests.values() if each.admission_time is not None}
-        can_take = self.engine.scheduler.can_take(requests)
+        has_room = self.engine.scheduler.has_room_for(requests)
         try:
             displaced = self.engine.displace(*requests)
-            assert not displaced or not can_take, "somebody left though there was a place"
+            assert not displaced or not has_room, "somebody left though there was a place"
             assert not started.intersection(displaced), "who had a slot was displaced"
         except QueueFull:
-            assert not can_take, "they were refused though there was a place"
+            assert not has_room, "they were refused though there was a place"
             self.engine.scheduler.check()
             return
         self.groups.append(requests)

@@ -7,34 +7,38 @@ row writes the letter Z until its length is reached.
 """
 
 import sys
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from peers.sleeping_device import Device
 
+from chairlift.__main__ import COMMANDS, serve
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import ResolvedConfig
-from chairlift.engine import executor
-from chairlift.engine.execution import runner
+from chairlift.device import Arrival
+from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.runner import Launch, ModelRunner
+from chairlift.engine.parts import Pacing, Parts
+from chairlift.engine.thread import LocalEngine
+from chairlift.flags import read_settings
 from chairlift.models import Checkpoint
 from chairlift.models.attention import BatchMetadata
+from chairlift.plan import StepPlan
 
 LETTER = "Z"
 
 
-class _Arrival:
-    """See `transfers.Arrival`; there is one device."""
+@dataclass(frozen=True)
+class _Arrival(Arrival):
+    """The end of what the device has to do by now."""
 
     device: Device
-
-    def __init__(self) -> None:
-        self._time = self.device.end
-
-    @classmethod
-    def mark(cls, _: torch.device) -> "_Arrival":
-        return cls()
+    time: float
 
     def wait(self) -> None:
-        self.device.wait_until(self._time)
+        self.device.wait_until(self.time)
 
 
 class _Forward:
@@ -56,28 +60,34 @@ class _Forward:
         return self._logits.repeat(len(hidden), 1)
 
 
-def install(device: Device) -> None:
-    """Every engine that this process makes from here on runs on the device."""
+class _Runner(ModelRunner):
+    """Its launches end when the device has ended them."""
+
+    device: Device
+
+    def launch(self, plan: StepPlan) -> Launch:
+        return replace(super().launch(plan), arrival=_Arrival(None, self.device, self.device.end))
+
+
+def parts_of(device: Device) -> Parts:
+    """The parts of an engine that runs on the device."""
 
     def load(checkpoint: Checkpoint, _: ResolvedConfig) -> _Forward:
         return _Forward(device, checkpoint.config.vocab_size)
 
-    _Arrival.device = device
-    pacing = executor.Pacing(num_launches_ahead=1)
-    for owner, name, replacement in (
-        (executor, "load_forward", load),
-        (executor.Pacing, "of", lambda _: pacing),
-        (runner, "Arrival", _Arrival),
-    ):
-        setattr(owner, name, replacement)
+    def make_runner(*given: Any, **named: Any) -> ModelRunner:
+        runner = _Runner(*given, **named)
+        runner.device = device
+        return runner
+
+    return Parts(load_forward=load, make_runner=make_runner, pacing=Pacing(num_launches_ahead=1))
 
 
 def main() -> int:
     """Serves until a signal, as `chairlift serve` does."""
-    from chairlift.__main__ import main as run
-
-    install(Device())
-    return run(["serve", *sys.argv[1:]])
+    parts = parts_of(Device())
+    engine_config, config = read_settings(COMMANDS["serve"], sys.argv[1:])
+    return serve(engine_config, config, lambda given: AsyncLLM.of(LocalEngine(EngineCore(given, parts))))
 
 
 if __name__ == "__main__":

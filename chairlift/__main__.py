@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chairlift.api import ServerConfig
     from chairlift.chat import AnswerConfig, ChatConfig
     from chairlift.config import EngineConfig
+    from chairlift.engine.async_llm import AsyncLLM
     from chairlift.loadtest import BenchConfig
 
 EXIT_USAGE = 2
@@ -40,8 +41,15 @@ class Command(NamedTuple):
     positional: str | None = None  # the setting whose flag may be left out
 
 
-def serve(engine_config: "EngineConfig", config: "ServerConfig") -> int:
-    """Serves until a signal comes or the engine dies. Access and listener are checked before torch loads."""
+def serve(
+    engine_config: "EngineConfig",
+    config: "ServerConfig",
+    make_llm: Callable[["EngineConfig"], "AsyncLLM"] | None = None,
+) -> int:
+    """Serves until a signal comes or the engine dies. Access and listener are checked before torch loads.
+
+    `make_llm`: makes an engine of other parts than the defaults.
+    """
     from chairlift.api.http.access import check_access
     from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
@@ -56,7 +64,7 @@ def serve(engine_config: "EngineConfig", config: "ServerConfig") -> int:
         async def run() -> int:
             with contextlib.ExitStack() as stack:
                 nursery = None if config.api_workers in ("auto", 1) else stack.enter_context(workers.Nursery(_NURSE))
-                llm = AsyncLLM(**engine_config.model_dump())
+                llm = make_llm(engine_config) if make_llm else AsyncLLM(**engine_config.model_dump())
                 size = workers.choose_size(config, llm.config)
                 if size == 1:
                     return await serve_alone(llm, config, listener)

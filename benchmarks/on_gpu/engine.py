@@ -12,7 +12,7 @@ from comparison.ceiling import Workload
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.executor import Pacing
+from chairlift.engine.parts import Pacing, Parts
 from chairlift.scheduler import Request
 from on_gpu.device import Idle, profile_idle, wait_for
 from on_gpu.scale import Decode
@@ -54,7 +54,7 @@ class Engine:
         )
         self._device = torch.device(device)
         pacing = Pacing.of(self._device) if has_graphs else Pacing(int(device != "cpu"), recorder=None)
-        self._core = EngineCore(config, pacing)
+        self._core = EngineCore(config, Parts(pacing=pacing))
         self._ids = count()
         graphs = "no graphs" if pacing.recorder is None else "graphs"
         self.variant = f"{self._core.config.attention_backend}, {graphs}, {num_steps} a launch"

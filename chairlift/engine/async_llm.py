@@ -97,12 +97,11 @@ class AsyncLLM:
 
         `config`: fields of `EngineConfig`.
         """
-        self._core = EngineCore(EngineConfig(model=model, **config))
-        self._use(LocalEngine(self._core))
+        self._use(LocalEngine(EngineCore(EngineConfig(model=model, **config))))
 
     @classmethod
-    def of(cls, engine: Engine, grammars: Grammars, seed_stream: int) -> Self:
-        """For an engine that other readers also use; see `InputProcessor`."""
+    def of(cls, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> Self:
+        """For an engine of other `Parts`, or one that other readers also use; see `InputProcessor`."""
         llm = cls.__new__(cls)
         llm._use(engine, grammars, seed_stream)
         return llm

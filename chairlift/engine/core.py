@@ -15,34 +15,34 @@ from collections.abc import Sequence
 from chairlift.config import EngineConfig
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
-from chairlift.engine.executor import Executor, Pacing, open_model
+from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.journal import EngineStats, Journal, Snapshot
 from chairlift.engine.parallel import Leader
+from chairlift.engine.parts import DEFAULT_PARTS, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
 
 logger = logging.getLogger(__name__)
 
-REST_AFTER_S = 30.0  # without work
 _GRAMMAR_POLL_S = 0.001
 
 
 class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
-    def __init__(self, config: EngineConfig, pacing: Pacing | None = None) -> None:
-        """`pacing` None: the device's default."""
+    def __init__(self, config: EngineConfig, parts: Parts = DEFAULT_PARTS) -> None:
+        self.clock, self.rest_after = parts.clock, parts.rest_after
         checkpoint = open_model(config)
-        self.ranks = Leader(config, checkpoint) if config.tensor_parallel_size > 1 else Ranks(config)
-        executor = Executor(checkpoint, self.ranks, pacing)
+        self.ranks = Leader(config, checkpoint, parts.start_rank) if config.tensor_parallel_size > 1 else Ranks(config)
+        executor = Executor(checkpoint, self.ranks, parts)
         self.config, self.cache, self.vocab_size = executor.config, executor.cache, executor.vocab_size
-        self._runner, self._pacing = executor.runner, executor.pacing
+        self.executor, self._pacing = executor, executor.pacing
         self._computer = self.ranks.lead(executor.runner)
         ahead = self._pacing.num_launches_ahead
         assert not (config.speculation and ahead), "guesses need the tokens of the launch before"
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self.cache,
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
@@ -53,11 +53,12 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
+            self.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
         self._is_steps_auto = config.max_steps_per_launch == "auto"
-        self._journal = Journal(self._scheduler)
+        self._journal = Journal(self.scheduler)
         ready = self.config
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
@@ -68,33 +69,33 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._launches)
+        return self.scheduler.has_work or bool(self._launches)
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
         """Returns true if `add` would queue these now without displacing another request."""
-        return self._scheduler.has_room_for(requests)
+        return self.scheduler.has_room_for(requests)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
         """Queues requests, all or none, and returns the ends of those that they displace.
 
         `QueueFull` if the queue is full and too few can be displaced. ValueError if one of them was added before.
         """
-        return self._noted(self._scheduler.add(*requests))
+        return self._noted(self.scheduler.add(*requests))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and releases its slot. None if it has ended already."""
-        event = self._scheduler.abort(request_id)
+        event = self.scheduler.abort(request_id)
         self._noted([event] if event is not None else [])
         return event
 
     def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
         """Pauses rows in their slots, or resumes them. Requests that have ended are skipped."""
-        for request in filter(None, map(self._scheduler.find, request_ids)):
+        for request in filter(None, map(self.scheduler.find, request_ids)):
             request.is_held = is_held
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: later requests reuse nothing computed so far. Running ones continue."""
-        self._scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
         if self._speculation is not None:
             self._speculation.answers.forget()
         self._journal.look_around()
@@ -107,7 +108,7 @@ class EngineCore:
         if self.has_work:
             return False
         if self.cache.is_elastic:
-            self._scheduler.placement.rest()
+            self.scheduler.placement.rest()
             self._settle()
             self._journal.look_around()
         return self._computer.record_missing()
@@ -118,7 +119,7 @@ class EngineCore:
         Must only be called while there is work. If it raises, all requests that had a slot are dropped.
         """
         try:
-            events = self._noted(self._scheduler.expire())
+            events = self._noted(self.scheduler.expire())
             if self._launch_next() and len(self._launches) <= self._pacing.num_launches_ahead:
                 return events
             if self._launches:
@@ -128,7 +129,7 @@ class EngineCore:
             return events
         except BaseException as error:  # also an interrupt
             self._launches.clear()
-            self._scheduler.abandon()
+            self.scheduler.abandon()
             self._journal.look_around()
             self.ranks.give_up(error)
             raise
@@ -137,23 +138,23 @@ class EngineCore:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
         if self._launches and self._launches[-1].outputs is None:
             return False  # it ran out of memory, so there will be no tokens
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         if not plan.rows:
             return False
-        plan = self._scheduler.advance(plan)
+        plan = self.scheduler.advance(plan)
         self._launches.append(self._computer.launch(plan))
         self.cache.performed(len(plan.jobs))  # if the launch fails, they come again, before the scrubs of all its slots
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
-        events = self._scheduler.update(launch.plan, launch.wait())
+        events = self.scheduler.update(launch.plan, launch.wait())
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
             self._speculation.note_launch(launch.plan, seconds)
         if self._is_steps_auto and launch.plan.is_decode:
             most = self.config.max_steps_per_launch
-            self._scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)
+            self.scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -182,6 +183,6 @@ class EngineCore:
 
     def check(self) -> None:
         """Asserts that requests, slots, lengths and memory agree."""
-        self._scheduler.check()
+        self.scheduler.check()
         self._settle()
         self.cache.check_memory()

@@ -10,7 +10,7 @@ from weakref import ref
 from tqdm import tqdm
 
 from chairlift.config import EngineConfig
-from chairlift.engine.core import REST_AFTER_S, EngineCore
+from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
@@ -34,10 +34,21 @@ class LLM:
 
         `config`: fields of `EngineConfig`.
         """
+        self._use(EngineCore(EngineConfig(model=model, **config)))
+
+    @classmethod
+    def of(cls, core: EngineCore) -> Self:
+        """Returns one for an engine that was made of other `Parts`; only its calls may use that from here on."""
+        llm = cls.__new__(cls)
+        llm._use(core)
+        return llm
+
+    def _use(self, core: EngineCore) -> None:
         self._home = Home()
-        self._core: EngineCore | None = EngineCore(EngineConfig(model=model, **config))
-        self.config = self._core.config
-        self.inputs = InputProcessor(self.config, self._core.vocab_size)
+        self._core: EngineCore | None = core
+        self._rest_after = core.rest_after
+        self.config = core.config
+        self.inputs = InputProcessor(self.config, core.vocab_size)
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
         self._turn = threading.Lock()
@@ -153,7 +164,7 @@ class LLM:
 
     def _rest_later(self) -> None:
         """Has the engine free unused memory if no other call comes for a while."""
-        self._resting = threading.Timer(REST_AFTER_S, _rest, [ref(self)])
+        self._resting = threading.Timer(self._rest_after, _rest, [ref(self)])
         self._resting.daemon = True
         self._resting.start()
 

@@ -36,7 +36,7 @@ from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
-from chairlift.engine.interpreter import start_interpreter
+from chairlift.engine.parts import Process, StartProcess
 from chairlift.engine.plan_pickling import PlanReader, PlanWriter
 from chairlift.engine.ranks import Computer, Ranks
 from chairlift.errors import ConfigurationError, EngineDead
@@ -90,15 +90,20 @@ class Follower(_Divided):
 class Leader(_Divided):
     """Rank 0. The others start when it is created, and end with it."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, start: StartProcess) -> None:
         """ConfigurationError if the model cannot be divided like this, or there are too few devices."""
         obstacle = find_split_obstacle(checkpoint, config.tensor_parallel_size)
         config = resolve_divided(config, obstacle, torch.cuda.device_count())
         folder = tempfile.mkdtemp(prefix="chairlift-")
         super().__init__(0, config, folder)
         self._removal = finalize(self, shutil.rmtree, folder, True)
-        self._others = _Others(config, folder)
+        self._others = _Others(config, folder, start)
         self._end = finalize(self, self._others.end)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the other ranks."""
+        return self._others.pids
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -155,25 +160,30 @@ class _Led:
 class _Others:
     """The processes of the other ranks. Has no reference to the engine, so that they end when that is collected."""
 
-    def __init__(self, config: EngineConfig, folder: str) -> None:
+    def __init__(self, config: EngineConfig, folder: str, start: StartProcess) -> None:
         """`folder`: see `_Divided`."""
         self.failure: str | None = None
         self.is_over = threading.Event()
         self.group: Group | None = None
         self._is_ending = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._links: list[Connection] = []
         for rank in range(1, config.tensor_parallel_size):
             link, theirs = Pipe()
             with theirs:
                 program = f"from chairlift.engine.parallel import follow; follow({theirs.fileno()})"
-                self._processes.append(start_interpreter(program, theirs.fileno()))
+                self._processes.append(start(program, theirs.fileno()))
             self._links.append(link)
             device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
             link.send((rank, config.model_copy(update={"device": device}), folder))
         self._answers = [SimpleQueue[int | None]() for _ in self._links]
         self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
         self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids."""
+        return [process.pid for process in self._processes]
 
     def answers(self) -> list[int]:
         """One answer of each rank. EngineDead if a rank is lost."""
@@ -239,14 +249,15 @@ class _Others:
                     self._answers[index].put(said)
 
 
-def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:
+def _describe_end(rank: int, process: Process, last_words: str | None) -> str:
     """Says why a rank has closed its link."""
     if last_words is not None:
         return f"rank {rank} failed: {last_words}"
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
-    code = process.returncode or 0
-    return f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} has ended"
+        code = process.wait(_END_S)
+        if code < 0:
+            return f"rank {rank} was killed by signal {-code}"
+    return f"rank {rank} has ended"
 
 
 def follow(fd: int) -> None:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.core import REST_AFTER_S, EngineCore
+from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats
 from chairlift.errors import EngineDead, EngineHung, QueueFull
 from chairlift.params import FinishReason
@@ -166,7 +166,7 @@ class LocalEngine:
 
     def __init__(self, core: EngineCore) -> None:
         self.config, self.vocab_size = core.config, core.vocab_size
-        self._core = core
+        self.core = core  # once the thread runs, it alone may use this
         self._inbox: SimpleQueue[tuple[Port, Command]] = SimpleQueue()
         self._ports: list[Port] = []
         self._ports_of: dict[str, Port] = {}  # by the id of a sequence that has not ended
@@ -204,7 +204,7 @@ class LocalEngine:
         return Update() if self.port is None else self.port.take()
 
     def read_stats(self) -> EngineStats:
-        return self._core.read_stats()
+        return self.core.read_stats()
 
     async def until_dead(self) -> EngineDead:
         """See `Engine`. Returns when a step exceeds its time limit, or when the thread or another rank is gone."""
@@ -216,7 +216,7 @@ class LocalEngine:
             await asyncio.sleep(interval)
             if not self.is_alive:
                 return EngineHung("the engine's thread is gone")
-            if (failure := self._core.ranks.failure) is not None:
+            if (failure := self.core.ranks.failure) is not None:
                 return EngineDead(failure)
             progress = self.progress
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0
@@ -232,7 +232,7 @@ class LocalEngine:
             else:
                 self._thread = self.port = None
                 self._ports.clear()  # and with them references to the readers, so that the memory is free at once
-        await asyncio.to_thread(self._core.ranks.close)
+        await asyncio.to_thread(self.core.ranks.close)
 
     def _run(self) -> None:
         try:
@@ -246,7 +246,7 @@ class LocalEngine:
     @property
     def _can_step(self) -> bool:
         behind = [port.is_behind for port in self._ports if port.num_open]
-        return self._core.has_work and not (behind and all(behind))
+        return self.core.has_work and not (behind and all(behind))
 
     def _turn(self) -> bool:
         """Executes pending commands, then takes one step. False after `Stop`."""
@@ -257,7 +257,7 @@ class LocalEngine:
             self._obey(port, command)
         self._tell()  # a refusal need not wait for the step
         if self._can_step:
-            self._sort(self._core.step())
+            self._sort(self.core.step())
             self._tell()
         return True
 
@@ -277,7 +277,7 @@ class LocalEngine:
             if port.is_behind and len(self._ports) > 1:  # pause its rows, so that other readers need not wait for it
                 resting = [event.request_id for event in update.events if event.finish_reason is None]
                 port.held.update(resting)
-                self._core.hold(resting, True)
+                self.core.hold(resting, True)
 
     def _commands(self) -> list[tuple[Port, Command]]:
         """All commands that have come in; waits for one if no step can be taken."""
@@ -289,9 +289,9 @@ class LocalEngine:
     def _wait(self) -> tuple[Port, Command]:
         self._is_waiting = True
         try:
-            return self._inbox.get(timeout=REST_AFTER_S)
+            return self._inbox.get(timeout=self.core.rest_after)
         except Empty:
-            while self._core.rest() and self._inbox.empty():
+            while self.core.rest() and self._inbox.empty():
                 pass
             return self._inbox.get()
         finally:
@@ -301,16 +301,16 @@ class LocalEngine:
         match command:
             case Taken():  # its arrival has ended the wait
                 if port.held:
-                    self._core.hold(list(port.held), False)
+                    self.core.hold(list(port.held), False)
                     port.held.clear()
             case Call():
-                command.deliver(command.function(self._core))
+                command.deliver(command.function(self.core))
             case Abort():
-                self._sort(filter(None, map(self._core.abort, command.request_ids)))
+                self._sort(filter(None, map(self.core.abort, command.request_ids)))
             case Add():
                 names = [request.request_id for request in command.requests]
                 try:
-                    self._sort(self._core.add(*command.requests))
+                    self._sort(self.core.add(*command.requests))
                     self._ports_of.update(dict.fromkeys(names, port))
                     port.num_open += len(names)
                 except (QueueFull, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from chairlift.api.app import Api
 from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
-from tests.engine.async_support import wait_until
+from chairlift.engine.thread import LocalEngine
+from tests.engine.async_support import Clock, wait_until
+from tests.support.engines import HOOKED, core_of, make_core
 
 SLOTS = 4
 MAX_SEQ_LEN = 512
@@ -43,7 +45,7 @@ class Server:
 
     @property
     def num_free_slots(self) -> int:
-        return self.llm._core.cache.slots_remaining
+        return core_of(self.llm).cache.slots_remaining
 
     @property
     def is_idle(self) -> bool:
@@ -52,10 +54,16 @@ class Server:
         return not is_waited_for and self.num_free_slots == self.llm.config.num_slots
 
 
+def make_served(**engine: Any) -> AsyncLLM:
+    """The bundled model with four slots unless told otherwise."""
+    parts = replace(HOOKED, clock=Clock())
+    return AsyncLLM.of(LocalEngine(make_core(parts=parts, **{"model": "bundled", **ENGINE, **engine})))
+
+
 @asynccontextmanager
 async def serving(config: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
     """The production server in this event loop, on the bundled model with four slots unless told otherwise."""
-    llm = AsyncLLM(**{**ENGINE, **engine})
+    llm = make_served(**engine)
     names = config.served_model_name or ["bundled"]
     config = config.model_copy(update={"port": 0, "served_model_name": names})
     api = Api(llm, config)

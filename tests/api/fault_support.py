@@ -3,12 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
-
-import pytest
 
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.execution.runner import Launch as Begun
@@ -21,6 +19,7 @@ from tests.engine.async_support import Gate as Gate
 from tests.engine.async_support import clock_of as clock_of
 from tests.engine.async_support import held as held
 from tests.engine.async_support import wait_until
+from tests.support.engines import core_of, hooked
 from tests.support.server_process import SERVE
 
 # Scripts for a server process. The process from which API workers are forked is forked, too: a fresh interpreter
@@ -97,7 +96,7 @@ ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].key.params.seed =
 
 def forward_of(llm: AsyncLLM) -> Any:
     """What runs the model; `hidden` is called once per step of a launch."""
-    return llm._core._runner._forward
+    return core_of(llm).executor.forward
 
 
 @dataclass(frozen=True)
@@ -125,18 +124,15 @@ class Launches:
 @contextmanager
 def recorded(llm: AsyncLLM) -> Iterator[Launches]:
     launches = Launches()
-    runner = llm._core._runner
-    launch = runner.launch
 
-    def record(plan: StepPlan) -> Begun:
-        requests = [llm._core._scheduler.placement.owner_of(row.slot) for row in plan.rows]
+    def record(launch: Callable[[StepPlan], Begun], plan: StepPlan) -> Begun:
+        requests = [core_of(llm).scheduler.placement.owner_of(row.slot) for row in plan.rows]
         rows = {row.key.tag: row.num_new_tokens for row in plan.rows}
         starts = {row.key.tag: row.start for row in plan.rows}
-        launches.all.append(Launch(rows, starts, requests, plan.num_steps, llm._core.cache.slots_remaining))
+        launches.all.append(Launch(rows, starts, requests, plan.num_steps, core_of(llm).cache.slots_remaining))
         return launch(plan)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "launch", record)
+    with hooked(llm, record):
         yield launches
 
 
@@ -217,4 +213,4 @@ async def post(server: Server, body: dict[str, Any], path: str = "/v1/completion
 async def until_idle(server: Server, num_slots: int = SLOTS) -> None:
     """Waits until no request, no generation and no slot is left."""
     await wait_until(lambda: server.is_idle and server.num_free_slots == num_slots, "nothing runs")
-    server.llm._core.check()
+    core_of(server.llm).check()

@@ -22,6 +22,7 @@ from tests.api.contract import client_of, text_of
 from tests.api.fault_support import HANGING, forward_of, held, serving, until_idle
 from tests.engine.async_support import DEADLINE_S, wait_until
 from tests.engine.support import make_tiny_checkpoint
+from tests.support.engines import core_of
 from tests.support.server_process import SERVE, running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
@@ -167,7 +168,7 @@ async def test_a_poisoned_request_is_a_500_of_its_own_streaming_or_not(poisoned:
         assert await asyncio.gather(*beside) == [alone, alone]
         await until_idle(poisoned)
     assert await text_of(poisoned, BESIDE) == alone
-    assert poisoned.llm._core.cache.blocks[0].isfinite().all()
+    assert core_of(poisoned.llm).cache.blocks[0].isfinite().all()
     assert poisoned.llm.is_healthy
 
 

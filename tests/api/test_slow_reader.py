@@ -18,6 +18,7 @@ from tests.api.conftest import SLOTS, Server, SharedServer, in_loop, shared
 from tests.api.contract import text_of
 from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
+from tests.support.engines import core_of
 
 SOCKET_BYTES = 4096
 SHORT_S, LONG_S = 0.4, 30.0  # a test that had to wait for the longer one would fail
@@ -204,7 +205,7 @@ async def beside_one_that_stays(
     server: Server, alone: str, body: dict[str, Any], held_call: str = "hidden"
 ) -> AsyncIterator[tuple[Launches, Gate, RawClient]]:
     """A client that is going to leave, beside one that stays and is answered as if alone. Steps wait at the gate."""
-    owner = forward_of(server.llm) if held_call == "hidden" else server.llm._core
+    owner = forward_of(server.llm) if held_call == "hidden" else core_of(server.llm)
     with recorded(server.llm) as launches, held(owner, held_call) as gate:
         staying = asyncio.create_task(text_of(server, STAYING))
         await gate.entered()
@@ -280,7 +281,7 @@ async def test_leaving_between_two_steps_frees_the_slot_before_the_next(server: 
 async def test_leaving_while_queued_is_never_computed(single_slot: Server, alone: str, kind: str) -> None:
     async with beside_one_that_stays(single_slot, alone, KINDS[kind]) as (launches, gate, leaving):
         gate.allow(3)
-        await wait_until(lambda: single_slot.llm._core._scheduler.num_waiting > 0, "it is queued")
+        await wait_until(lambda: core_of(single_slot.llm).scheduler.num_waiting > 0, "it is queued")
         await leave_now(single_slot, leaving)
     assert tokens_of(launches) == {STAYING_TOKENS}
 

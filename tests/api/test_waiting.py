@@ -22,6 +22,7 @@ from tests.api.contract import CHAT, COMPLETIONS, Events, chunks_of, client_of, 
 from tests.api.fault_support import Clock, Gate, clock_of, held, serving, until_idle
 from tests.api.fault_support import post as begin
 from tests.engine.async_support import wait_until
+from tests.support.engines import core_of
 
 STORY = "Once upon a time"
 BODY: dict[str, Any] = {"model": "bundled", "prompt": STORY, "max_tokens": 4, "temperature": 0}
@@ -61,13 +62,13 @@ async def client_as_it_comes(server: Server) -> AsyncIterator[tuple[AsyncOpenAI,
 async def busy(num_waiting: int, has_stood_for_s: float = 0.0) -> AsyncIterator[tuple[Server, Gate]]:
     """One slot, taken since that time, and so many in the queue of two. Each permit of the gate is a step."""
     async with serving(max_batch_size=1, max_queue_size=QUEUE_SIZE) as server:
-        with clock_of(server.llm) as clock, held(server.llm._core, "step") as gate:
+        with clock_of(server.llm) as clock, held(core_of(server.llm), "step") as gate:
             async with await begin(server, {**BODY, "max_tokens": 100, "n": 1 + num_waiting, "ignore_eos": True}):
                 await gate.entered()
                 gate.allow()
                 await gate.entered()
                 assert server.num_free_slots == 0
-                clock.now += has_stood_for_s
+                clock.advance(has_stood_for_s)
                 yield server, gate
                 gate.open()
 
@@ -97,7 +98,7 @@ async def test_a_queue_takes_all_choices_and_prompts_or_says_when_to_come_back(
             assert (response.status, response.headers["Retry-After"]) == (429, seconds)
             assert response.headers["Content-Type"] == "application/json; charset=utf-8"
             assert await response.json() == {"error": FULL}
-        assert server.llm._core._scheduler.num_waiting == num_waiting
+        assert core_of(server.llm).scheduler.num_waiting == num_waiting
         if num_waiting < QUEUE_SIZE:
             gate.open()
             await post(server, COMPLETIONS, BODY)  # there is one place
@@ -167,7 +168,7 @@ class Held:
         """A step is let go, before the next one the engine looks into its inbox, and then time ends."""
         await wait_until(lambda: self.server.llm.num_unfinished == 2, "it has come in")
         self.gate.allow()
-        await wait_until(lambda: self.server.llm._core._scheduler.num_waiting == 1, "it waits")
+        await wait_until(lambda: core_of(self.server.llm).scheduler.num_waiting == 1, "it waits")
         self.end_time()
 
     async def let_run_out_of_time(self, asking: Any) -> Any:
@@ -182,14 +183,14 @@ class Held:
 
     def end_time(self) -> None:
         """More of it passes than anybody has, and steps are taken again."""
-        self.clock.now += 60.0
+        self.clock.advance(60.0)
         self.gate.open()
 
 
 @asynccontextmanager
 async def holding(options: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Held]:  # noqa: B008 - frozen
     async with serving(options, max_batch_size=1, max_steps_per_launch=1, **engine) as server:
-        with clock_of(server.llm) as clock, held(server.llm._core, "step") as gate:
+        with clock_of(server.llm) as clock, held(core_of(server.llm), "step") as gate:
             yield Held(server, gate, clock)
         await until_idle(server, num_slots=1)
 

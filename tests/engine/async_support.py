@@ -5,19 +5,45 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chairlift import AsyncLLM, SamplingParams
+from chairlift.engine.parts import Parts
 from chairlift.engine.thread import LocalEngine, Port
 from chairlift.params import RequestOutput
 from tests.engine.support import ENGINE
+from tests.support.engines import HOOKED, core_of, make_core
+from tests.support.engines import thread_of as thread_of
 
 DEADLINE_S = 60.0
 NUM_SLOTS = 2
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+
+class Clock:
+    """Seconds that pass by themselves, or while it is stopped when a test says so."""
+
+    def __init__(self) -> None:
+        self._now: float | None = None
+
+    def __call__(self) -> float:
+        return time.perf_counter() if self._now is None else self._now
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self._now = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass while it is stopped."""
+        assert self._now is not None, "it runs by itself"
+        self._now += seconds
 
 
 class Gate:
@@ -57,8 +83,10 @@ class Gate:
         assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "nobody came to the gate"
 
 
-def make_async_llm(model: str, **config: Any) -> AsyncLLM:
-    return AsyncLLM(model, **{"max_batch_size": NUM_SLOTS, "max_steps_per_launch": 1, **ENGINE, **config})
+def make_async_llm(model: str, parts: Parts = HOOKED, **config: Any) -> AsyncLLM:
+    """An engine with two slots, one step a launch, and a clock that can be stopped."""
+    sizes = {"max_batch_size": NUM_SLOTS, "max_steps_per_launch": 1}
+    return AsyncLLM.of(LocalEngine(make_core(model, replace(parts, clock=Clock()), **{**sizes, **ENGINE, **config})))
 
 
 @contextmanager
@@ -80,34 +108,17 @@ def port_of(engine: AsyncLLM) -> Port:
     return port
 
 
-def thread_of(engine: AsyncLLM) -> LocalEngine:
-    assert isinstance(engine._engine, LocalEngine)
-    return engine._engine
-
-
 def hold_back(engine: AsyncLLM) -> AbstractContextManager[Gate]:
     """The engine steps only when the gate allows it; at the end the gate is open."""
-    return held(engine._core, "step")
-
-
-@dataclass
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+    return held(core_of(engine), "step")
 
 
 @contextmanager
 def clock_of(engine: AsyncLLM) -> Iterator[Clock]:
-    """The scheduler's clock stands still unless it is moved."""
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        scheduler = engine._core._scheduler
-        for keeper in (scheduler, scheduler.waiting):
-            patch.setattr(keeper, "_clock", clock)
+    """The engine's clock, which stands still unless it is moved."""
+    clock = core_of(engine).clock
+    assert isinstance(clock, Clock)
+    with clock.stopped():
         yield clock
 
 
@@ -117,7 +128,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def wait_until_idle(engine: AsyncLLM) -> None:
-    cache = engine._core.cache
+    cache = core_of(engine).cache
     await wait_until(lambda: engine.num_unfinished == 0 and cache.slots_remaining == NUM_SLOTS, "all slots are free")
 
 

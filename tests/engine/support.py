@@ -8,6 +8,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.graphs import Replay
+from chairlift.engine.parts import Parts
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.params import FinishReason, RequestOutput, StructuredOutputs
@@ -16,6 +17,8 @@ from chairlift.scheduler import Request, RequestState, TokenEvent
 from chairlift.scheduler.next_step import decode_row
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.engines import HOOKED, make_core
+from tests.support.engines import core_of as core_of
 
 VOCAB_SIZE = 259  # of the byte tokenizer: 256 bytes, then <|endoftext|>, <|im_start|>, <|im_end|>
 END_TOKEN = 258
@@ -60,14 +63,10 @@ NUM_SLOTS = 3
 TRACELESS: dict[str, Any] = {"max_num_batched_tokens": 16, "batch_invariant": True}
 
 
-def make_llm(model: str, **config: Any) -> LLM:
+def make_llm(model: str, parts: Parts = HOOKED, **config: Any) -> LLM:
     """Three slots, up to four steps a launch."""
-    return LLM(model, **{"max_batch_size": NUM_SLOTS, "max_steps_per_launch": 4, **ENGINE, **config})
-
-
-def core_of(llm: LLM) -> EngineCore:
-    assert llm._core is not None
-    return llm._core
+    sizes = {"max_batch_size": NUM_SLOTS, "max_steps_per_launch": 4}
+    return LLM.of(make_core(model, parts, **{**sizes, **ENGINE, **config}))
 
 
 def assert_idle(llm: LLM) -> None:
@@ -114,7 +113,7 @@ def row_of(request: RequestState) -> RowPlan:
 
 def state_of(core: EngineCore, request: Request) -> RequestState:
     """How far a request has come that waits or runs."""
-    state = core._scheduler.find(request.request_id)
+    state = core.scheduler.find(request.request_id)
     assert state is not None, f"{request.request_id} is not here"
     return state
 

@@ -40,9 +40,9 @@ from tests.engine.async_support import (
     wait_until_idle,
 )
 from tests.engine.support import GREEDY, PROMPTS, tokens_of
-from tests.engine.test_poison import ahead
 from tests.scheduler.fake_engine import assert_nothing_is_left
 from tests.support.checkpoints import random_prompts
+from tests.support.engines import ahead, core_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -52,7 +52,7 @@ def begin(output: Coroutine[Any, Any, RequestOutput]) -> asyncio.Task[RequestOut
 
 
 async def wait_for_slots(engine: AsyncLLM, num_free: int) -> None:
-    await wait_until(lambda: engine._core.cache.slots_remaining == num_free, f"{num_free} slots are free")
+    await wait_until(lambda: core_of(engine).cache.slots_remaining == num_free, f"{num_free} slots are free")
 
 
 async def begin_four(engine: AsyncLLM, num_before: int = 0) -> list[asyncio.Task[RequestOutput]]:
@@ -265,7 +265,7 @@ def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thr
 
 async def test_an_engine_that_died_on_either_side_disturbs_no_other_and_leaves_no_thread(llm: LLM, tiny: str) -> None:
     async with make_async_llm(tiny) as healthy, make_async_llm(tiny) as stuck, make_async_llm(tiny) as silent:
-        with held(stuck._core, "step") as step, held(silent._outputs, "process") as process:
+        with held(core_of(stuck), "step") as step, held(silent._outputs, "process") as process:
             step.fail(RuntimeError("no luck"))
             process.fail(RuntimeError("no luck"))
             tasks = [begin(last(engine.generate("hi", GREEDY))) for engine in (stuck, silent)]
@@ -357,8 +357,7 @@ def ids_in_memory() -> set[str]:
 async def test_after_churn_every_table_is_empty(tiny: str, num_ahead: int) -> None:
     drawn = Random(num_ahead)
     sizes = {"max_batch_size": 4, "max_queue_size": 6, "max_steps_per_launch": 3, "max_num_batched_tokens": 48}
-    with ahead(num_ahead):
-        engine = make_async_llm(tiny, **sizes, preempt_after=2, queue_timeout=0.3)
+    engine = make_async_llm(tiny, ahead(num_ahead), **sizes, preempt_after=2, queue_timeout=0.3)
     async with engine:
         tasks: list[asyncio.Task[str]] = []
         seen: set[str] = set()
@@ -373,14 +372,14 @@ async def test_after_churn_every_table_is_empty(tiny: str, num_ahead: int) -> No
         fates = await asyncio.gather(*tasks, return_exceptions=True)
         assert [fate for fate in fates if isinstance(fate, Exception)] == []
         assert {"served", "left", "QueueFull"} <= set(fates)
-        core, thread = engine._core, thread_of(engine)
+        core, thread = core_of(engine), thread_of(engine)
         await wait_until(lambda: thread.progress is None and not core.has_work, "nothing is left to do")
         assert engine.is_healthy
         assert (engine._mailboxes, engine._answers, engine._outputs._routes) == ({}, set(), {})
         await wait_until(lambda: port_of(engine)._untaken.num_parts == 0, "all is taken")
         core.check()
         assert list(core._launches) == []
-        assert_nothing_is_left(core._scheduler)
+        assert_nothing_is_left(core.scheduler)
         del tasks, fates
         assert len(seen) > NUM_REQUESTS
         await wait_until(lambda: seen.isdisjoint(ids_in_memory()), "no sequence is in memory")

@@ -35,7 +35,7 @@ class Recorder:
         self.core = EngineCore(EngineConfig.model_validate(fields))
         self._rows: list[str] = []
         self._seen: list[torch.Tensor] = []
-        sampler = self.core._runner._sampler
+        sampler = self.core.executor.sampler
         sample, gather = sampler.sample, sampler.prepare
 
         def record(logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
@@ -126,7 +126,7 @@ def test_a_token_gets_the_same_bits_prefilled_and_decoded_and_nearly_those_of_ot
 
 
 def test_an_uneven_tile_size_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    forward = Recorder().core._runner._forward
+    forward = Recorder().core.executor.forward
     assert isinstance(forward, InvariantForward)
     model = forward._model
     logits = model.logits

@@ -52,13 +52,13 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_runs_on_a_cpu_without_a_word(backend: str, is_invariant: bool, caplog: pytest.LogCaptureFixture) -> None:
     core = make_core(attention_backend=backend, batch_invariant=is_invariant)
     assert core.config.attention_backend is AttentionBackend.CPU
-    assert isinstance(core._runner._forward, CpuDecoder)
+    assert isinstance(core.executor.forward, CpuDecoder)
     assert warnings(caplog) == []
 
 
 def assert_torch_runs(caplog: pytest.LogCaptureFixture, reason: str | None, *model: str, **config: Any) -> None:
     """A reason is a warning."""
-    assert isinstance(make_core(*model, **config)._runner._forward, TorchForward)
+    assert isinstance(make_core(*model, **config).executor.forward, TorchForward)
     said = [] if reason is None else [f"the attention backend is torch instead of cpu: {reason}"]
     assert warnings(caplog) == said
     caplog.clear()

@@ -240,9 +240,9 @@ async def test_while_a_mask_never_comes_others_go_on_its_request_may_end_or_be_l
     await wait_until_idle(engine)  # while the mask is still being computed
     with clock_of(engine) as clock:
         stuck = asyncio.create_task(last(engine.generate("stuck", WORDS, options=RequestOptions(timeout=5.0))))
-        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "it runs")
+        await wait_until(lambda: core_of(engine).cache.slots_remaining == 1, "it runs")
         assert len((await last(engine.generate("free", GREEDY))).outputs[0].token_ids) == 12
-        clock.now += 6.0
+        clock.advance(6.0)
         (output,) = (await stuck).outputs
     assert (output.finish_reason, output.stop_reason) == ("abort", "timeout")
     await wait_until_idle(engine)

@@ -5,8 +5,7 @@ is to run it again. What is special about graphs is all there: fixed places and 
 the one before.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
-from chairlift.engine.executor import Pacing
+from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import backends
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.params import RequestOutput
 from chairlift.scheduler import Request
@@ -30,40 +27,51 @@ from tests.engine.support import ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, Recorder, 
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
 from tests.support.checkpoints import random_prompts
+from tests.support.engines import make_core, with_attention
 from tests.support.gpu import needs_gpu, no_waiting
 
 NUM_SLOTS = 5
 PLAIN: dict[str, Any] = {"max_batch_size": NUM_SLOTS, "attention_backend": "torch", **ENGINE}
 
 
-@contextmanager
-def graphed(model: str, recorder: Recorder | None, num_ahead: int = 0, **config: Any) -> Iterator[LLM]:
+ALL_SIZES = Pacing().common_sizes
+FEW = frozenset[int]()  # at start only the graphs of the largest batch are recorded
+
+
+def graphed(
+    model: str, recorder: Recorder | None, num_ahead: int = 0, common_sizes: frozenset[int] = ALL_SIZES, **config: Any
+) -> LLM:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
-    with pytest.MonkeyPatch.context() as patch:
-        copying = TorchBackend
-        patch.setattr(backends, "load_backend", lambda _, model, *__: copying(model.attention, is_in_place=False))
-        patch.setattr(Pacing, "of", lambda _: Pacing(num_ahead, recorder))
-        llm = LLM(model, **{**PLAIN, **config})
-    with llm:
-        yield llm
+    load = with_attention(lambda model: TorchBackend(model.attention, is_in_place=False))
+    parts = Parts(load_forward=load, pacing=Pacing(num_ahead, recorder, common_sizes))
+    return LLM.of(make_core(model, parts, **{**PLAIN, **config}))
 
 
 def graphs_of(llm: LLM) -> DecodeGraphs:
-    graphs = core_of(llm)._runner._graphs
+    graphs = core_of(llm).executor.graphs
     assert graphs is not None
     return graphs
 
 
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
+class Exhaustible(Recorder):
+    """Has no memory for more graphs once it is full."""
+
+    is_full = False
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        if self.is_full:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().record(work)
 
 
 @pytest.fixture
-def lazy(tiny: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """At start only the graphs of the largest batch are recorded."""
-    monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())
-    with graphed(tiny, recorder) as llm:
+def recorder() -> Exhaustible:
+    return Exhaustible()
+
+
+@pytest.fixture
+def lazy(tiny: str, recorder: Recorder) -> Iterator[LLM]:
+    with graphed(tiny, recorder, common_sizes=FEW) as llm:
         yield llm
 
 
@@ -99,7 +107,7 @@ def recorded(tiny: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_without_graphs(expected: dict[str, list[RequestOutput]], recorded: LLM, case: str) -> None:
-    core_of(recorded)._scheduler.reset_prefix_cache()
+    core_of(recorded).scheduler.reset_prefix_cache()
     outputs = recorded.generate(PROMPTS, GREEDY.model_copy(update=CASES[case]))
     core_of(recorded).check()
     assert core_of(recorded).cache.slots_remaining == NUM_SLOTS
@@ -113,12 +121,11 @@ def scores_of(outputs: list[RequestOutput]) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_kinds_side_by_side_come_and_go(tiny: str, plain: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())
+def test_kinds_side_by_side_come_and_go(tiny: str, plain: LLM, steps: int) -> None:
     cases = ("greedy", "random", "filtered", "greedy", "ends by itself", "random", "scored")
     params = [GREEDY.model_copy(update={**CASES[each], "max_tokens": 3 + 4 * i}) for i, each in enumerate(cases)]
     expected = tokens_of(plain.generate(PROMPTS[:7], params))
-    with graphed(tiny, Recorder(), 1, max_steps_per_launch=steps) as llm:
+    with graphed(tiny, Recorder(), 1, FEW, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(PROMPTS[:7], params)) == expected
 
 
@@ -158,25 +165,21 @@ def test_nothing_is_recorded_while_requests_wait_or_run(lazy: LLM, recorder: Rec
     assert recorder.num_recorded == at_start + 1
 
 
-def run_out(_: object) -> Replay:
-    raise torch.OutOfMemoryError("out of memory")
-
-
 def test_a_graph_that_does_not_fit_while_nothing_is_asked_for_is_done_without(
-    lazy: LLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lazy: LLM, recorder: Exhaustible, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = tokens_of(lazy.generate(PROMPTS[:2], GREEDY))
-    monkeypatch.setattr(recorder, "record", run_out)
+    recorder.is_full = True
     assert [core_of(lazy).rest() for _ in range(2)] == [True, False]
     assert "no memory left for a graph of 2 rows" in caplog.text
     assert tokens_of(lazy.generate(PROMPTS[:2], GREEDY)) == expected
 
 
-def test_graphs_that_do_not_fit_are_refused(tiny: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "record", run_out)
+def test_graphs_that_do_not_fit_are_refused(tiny: str, recorder: Exhaustible) -> None:
+    recorder.is_full = True
     said = "no memory left for CUDA graphs; lower kv_cache_memory_bytes"
-    with pytest.raises(ConfigurationError, match=said), graphed(tiny, recorder):
-        pass
+    with pytest.raises(ConfigurationError, match=said):
+        graphed(tiny, recorder)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +199,8 @@ def test_a_row_that_grows_goes_on_with_graphs_that_look_further(long: str, recor
         assert {length for _, length in graphs_of(llm).forwards.recorded} == {256, 512, 600}
 
 
-def test_a_launch_looks_as_far_as_its_last_step(long: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())
-    with graphed(long, recorder, max_steps_per_launch=8) as llm:
+def test_a_launch_looks_as_far_as_its_last_step(long: str, recorder: Recorder) -> None:
+    with graphed(long, recorder, common_sizes=FEW, max_steps_per_launch=8) as llm:
         for num_tokens, length in ((249, 256), (250, 512)):  # and 7 more
             llm.generate(random_prompts(4, [num_tokens], VOCAB_SIZE), GREEDY.model_copy(update={"max_tokens": 8}))
             assert max(looked_at for _, looked_at in graphs_of(llm).forwards.missing) == length
@@ -210,12 +212,12 @@ def test_common_sizes_are_recorded_at_start_and_the_scratch_slot_is_for_padding(
         core, blocks = core_of(llm), core_of(llm).cache.blocks[0]
         core.add(*(Request(str(index), [1, 2], GREEDY, 5, seed=0) for index in range(NUM_SLOTS + 2)))
         core.step()
-        assert [request.slot for request in core._scheduler.running] == list(range(NUM_SLOTS))
+        assert [request.slot for request in core.scheduler.running] == list(range(NUM_SLOTS))
         while core.has_work:
             core.step()
             core.check()
         assert core.cache.slots_remaining == NUM_SLOTS
-        core._scheduler.reset_prefix_cache()
+        core.scheduler.reset_prefix_cache()
         assert len(blocks) == NUM_SLOTS + 1
         blocks[3:NUM_SLOTS] = 7.0  # slots that nobody takes
         blocks[NUM_SLOTS] = 0.0
@@ -297,8 +299,9 @@ def gpu_config(model: str, dtype: str, steps: int) -> EngineConfig:
 def test_cuda_graphs_give_the_tokens_of_single_operators(tiny: str, case: str, steps: int) -> None:
     pacings = Pacing(0, None), Pacing(1, None), Pacing(1, CudaRecorder(torch.device("cuda:0")))
     params = GREEDY.model_copy(update=CASES[case])
+    config = gpu_config(tiny, "float32", steps)
     plain, *others = (
-        run_on_gpu(EngineCore(gpu_config(tiny, "float32", steps), each), params, is_checked=True) for each in pacings
+        run_on_gpu(EngineCore(config, Parts(pacing=pacing)), params, is_checked=True) for pacing in pacings
     )
     assert others == [plain, plain]
 
@@ -314,7 +317,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "structured"])
 def test_no_launch_waits_for_the_device(wide: str, case: str, has_graphs: bool) -> None:
     pacing = Pacing(1, CudaRecorder(torch.device("cuda:0")) if has_graphs else None)
-    core = EngineCore(gpu_config(wide, "bfloat16", 2), pacing)
+    core = EngineCore(gpu_config(wide, "bfloat16", 2), Parts(pacing=pacing))
     params = GREEDY.model_copy(update=CASES[case])
     run_on_gpu(core, params, is_checked=False)  # libraries may wait in their first calls
     with no_waiting():

@@ -14,7 +14,7 @@ from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.params import StructuredOutputs
 from tests.engine import test_overlap
 from tests.engine.support import GREEDY, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm, tokens_of
-from tests.engine.test_poison import ahead
+from tests.support.engines import ahead
 
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+"), "max_tokens": 14})
 MUCH_A = {ord("a"): 100.0}
@@ -72,7 +72,7 @@ def punctual(native: str) -> dict[str, list[Any]]:
 def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One whose rows may be late, of one or four steps a launch, and of no or one launch ahead."""
     steps, num_ahead = request.param
-    with ahead(num_ahead), make_llm(native, **TRACELESS, max_steps_per_launch=steps) as llm:
+    with make_llm(native, ahead(num_ahead), **TRACELESS, max_steps_per_launch=steps) as llm:
         yield llm
 
 
@@ -80,7 +80,7 @@ def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def test_answers_are_those_of_grammars_never_late(
     punctual: dict[str, list[Any]], paced: LLM, lateness: Lateness, case: str
 ) -> None:
-    core_of(paced)._scheduler.reset_prefix_cache()
+    core_of(paced).scheduler.reset_prefix_cache()
     lateness.begin()
     outputs = paced.generate(PROMPTS, requests_of(case))
     assert answers(outputs) == punctual[case]

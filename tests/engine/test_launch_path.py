@@ -13,12 +13,9 @@ from torch.nn.attention import varlen
 
 from chairlift import LLM
 from chairlift.config import DType
-from chairlift.engine import executor as executor_module
-from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.execution.resolver import MachineFacts
-from chairlift.engine.executor import Pacing
-from chairlift.models import backends
+from chairlift.engine.parts import Pacing, Parts
 from chairlift.models.attention import Backend
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
@@ -26,6 +23,7 @@ from chairlift.models.config import ModelShape
 from chairlift.params import RequestOutput, StructuredOutputs
 from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of
 from tests.engine.test_overlap import CASES
+from tests.support.engines import WrappedForward, make_core, with_attention
 from tests.support.flash_attn_reference import module
 from tests.support.meta_device import META, DeviceWatch
 
@@ -71,18 +69,19 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.fixture
-def make(tiny: str, recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """Engines on the device, one launch ahead."""
-    facts = MachineFacts("meta", frozenset(DType), free_bytes=2**30)
-    monkeypatch.setattr(executor_module, "inspect_machine", lambda _: facts)
-    monkeypatch.setattr(executor_module, "fit_cache", lambda _, resolved, *__: resolved)
-    monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())  # only graphs of four rows
+def make(tiny: str, recorder: WatchedRecorder) -> Callable[..., LLM]:
+    """Engines on the device, one launch ahead, with graphs of four rows only."""
 
     def make_with(backend: str, *, has_graphs: bool) -> LLM:
-        monkeypatch.setattr(backends, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
-        monkeypatch.setattr(Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
+        load = with_attention(BACKENDS[backend])
+        parts = Parts(
+            machine=MachineFacts("meta", frozenset(DType), free_bytes=2**30),
+            # Wrapped, because the memory of a step cannot be measured there.
+            load_forward=lambda *given: WrappedForward(load(*given)),
+            pacing=Pacing(1, recorder if has_graphs else None, common_sizes=frozenset()),
+        )
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
-        return LLM(tiny, dtype="bfloat16", device="cuda", attention_backend="torch", **settings)
+        return LLM.of(make_core(tiny, parts, dtype="bfloat16", device="cuda", attention_backend="torch", **settings))
 
     return make_with
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,23 @@ from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.cache.memory import MappedMemory, can_map
 from chairlift.config import DType
 from chairlift.device import on_device
-from chairlift.engine import llm as llm_module
-from chairlift.engine import thread
 from chairlift.engine.execution import runner as runner_module
+from chairlift.engine.execution.runner import ModelRunner
+from chairlift.engine.parts import Parts
 from chairlift.errors import EngineDead
-from chairlift.models import TorchForward
+from chairlift.models import load_forward
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import RequestOutput
 from tests.engine.async_support import last, make_async_llm, wait_until
-from tests.engine.support import ENGINE, GREEDY, PROMPTS, core_of, make_llm, make_tiny_checkpoint, tokens_of
-from tests.engine.test_poison import ahead, assert_clean, greedy
+from tests.engine.support import GREEDY, PROMPTS, core_of, make_llm, make_tiny_checkpoint, tokens_of
+from tests.engine.test_poison import assert_clean, greedy
 from tests.models.cpu.support import BASE, FLOAT32, cpu_bench
+from tests.support.engines import WrappedForward, ahead
 from tests.support.forward_bench import SLOT_LEN, Row
 from tests.support.kernels import HAS_COMPILER
 
 needs_mapping = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
+SOON_AT_REST = Parts(rest_after=0.01)
 TOKEN_BYTES = 2 * 2 * 32 * 4  # two layers of keys and values of one head, in float32
 MANY = [[(7 * i + 3 * j) % 90 + 5 for j in range(40 + 11 * i)] for i in range(20)]
 PARAMS_OF_MANY = [
@@ -37,12 +41,17 @@ PARAMS_OF_MANY = [
 
 
 @pytest.fixture
-def llm(tmp_path: Path) -> Iterator[LLM]:
-    """Ten slots of 512 tokens with memory for 640, and results that do not depend on the batch."""
+def make_scarce(tmp_path: Path) -> Callable[..., LLM]:
+    """Engines with ten slots of 512 tokens and memory for 640, whose results do not depend on the batch."""
     if not HAS_COMPILER:
         pytest.skip("there is no C++ compiler")
     model = make_tiny_checkpoint(tmp_path, head_dim=32, max_position_embeddings=512)
-    with LLM(model, **ENGINE, max_batch_size=10, kv_cache_memory_bytes=640 * TOKEN_BYTES) as llm:
+    return partial(make_llm, model, max_batch_size=10, kv_cache_memory_bytes=640 * TOKEN_BYTES)
+
+
+@pytest.fixture
+def llm(make_scarce: Callable[..., LLM]) -> Iterator[LLM]:
+    with make_scarce() as llm:
         yield llm
 
 
@@ -75,11 +84,11 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
 
 
 @needs_mapping
-async def test_a_python_call_gives_memory_back_if_no_other_follows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "REST_AFTER_S", 0.01)
-    for _ in range(2):  # it works on after a rest
-        llm.generate([[7] * 300], SamplingParams(max_tokens=1))
-        await wait_until(lambda: core_of(llm).read_stats().cache.num_warm <= 64, "memory is back")
+async def test_a_python_call_gives_memory_back_if_no_other_follows(make_scarce: Callable[..., LLM]) -> None:
+    with make_scarce(SOON_AT_REST) as llm:
+        for _ in range(2):  # it works on after a rest
+            llm.generate([[7] * 300], SamplingParams(max_tokens=1))
+            await wait_until(lambda: core_of(llm).read_stats().cache.num_warm <= 64, "memory is back")
 
 
 @needs_mapping
@@ -100,13 +109,10 @@ def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_
 
 
 @needs_mapping
-async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(thread, "REST_AFTER_S", 0.01)
-    async with make_async_llm(tiny) as engine:
+async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(tiny: str) -> None:
+    async with make_async_llm(tiny, SOON_AT_REST) as engine:
         await last(engine.generate([7] * 100, SamplingParams(max_tokens=1), "a"))
-        (memory,) = engine._core.cache.memories
+        (memory,) = core_of(engine).cache.memories
         assert isinstance(memory, MappedMemory)
         assert memory.num_resident() > 0  # a tenth may stay warm
         await engine.reset_prefix_cache()
@@ -121,22 +127,30 @@ LONG_PROMPT = list(range(1, 60))
 PENALISED = greedy(repetition_penalty=1.5, frequency_penalty=0.5)
 
 
+class LimitedForward(WrappedForward):
+    """Has no memory for some batches."""
+
+    is_too_large: Callable[[BatchMetadata], bool]
+
+    def hidden(self, batch: BatchMetadata, *rest: Any) -> torch.Tensor:
+        result = super().hidden(batch, *rest)
+        if self.is_too_large(batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+
 @pytest.fixture(params=[0, 1], ids=["waits", "1 ahead"])
-def make(tiny: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+def make(tiny: str, request: pytest.FixtureRequest) -> Callable[..., LLM]:
     """An engine that has no memory for some batches; so many launches ahead."""
 
-    def make_with(is_too_large: Callable[[BatchMetadata], bool]) -> LLM:
-        hidden = TorchForward.hidden
+    def make_with(is_too_large: Callable[[BatchMetadata], bool], **parts: Any) -> LLM:
+        def load(*given: Any) -> LimitedForward:
+            forward = LimitedForward(load_forward(*given))
+            forward.is_too_large = is_too_large
+            return forward
 
-        def hidden_if_it_fits(self: TorchForward, batch: BatchMetadata, *rest: Any) -> torch.Tensor:
-            result = hidden(self, batch, *rest)
-            if is_too_large(batch):
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return result
-
-        monkeypatch.setattr(TorchForward, "hidden", hidden_if_it_fits)
-        with ahead(request.param):
-            return make_llm(tiny, attention_backend="torch", max_steps_per_launch=1)
+        chosen = replace(ahead(request.param), load_forward=load, **parts)
+        return make_llm(tiny, chosen, attention_backend="torch", max_steps_per_launch=1)
 
     return make_with
 
@@ -200,10 +214,13 @@ def test_where_nothing_but_decoding_is_to_be_done_all_rows_end_with_the_tokens_t
 
 
 def test_one_of_several_ranks_cannot_go_on_without_the_others(make: Callable[..., LLM]) -> None:
-    with make(lambda _: True) as llm:
-        core_of(llm)._runner._is_divided = True
-        with pytest.raises(EngineDead, match="CUDA out of memory"):
-            llm.generate([PROMPTS[0]], GREEDY)
+
+    def make_divided(*given: Any, **_: Any) -> ModelRunner:
+        return ModelRunner(*given, is_divided=True)
+
+    out_of_memory = pytest.raises(EngineDead, match="CUDA out of memory")
+    with make(lambda _: True, make_runner=make_divided) as llm, out_of_memory:
+        llm.generate([PROMPTS[0]], GREEDY)
 
 
 def test_a_gpu_is_the_current_one_while_something_is_launched_on_it() -> None:
@@ -221,14 +238,13 @@ def test_a_launch_happens_on_its_device(tiny: str, monkeypatch: pytest.MonkeyPat
         yield
         seen.append("off")
 
-    with make_llm(tiny, attention_backend="torch") as llm:
-        monkeypatch.setattr(runner_module, "on_device", note)
-        hidden = TorchForward.hidden
-
-        def noted(*args: Any) -> torch.Tensor:
+    class Noted(WrappedForward):
+        def hidden(self, *given: Any) -> torch.Tensor:
             seen.append("hidden")
-            return hidden(*args)
+            return super().hidden(*given)
 
-        monkeypatch.setattr(TorchForward, "hidden", noted)
+    parts = Parts(load_forward=lambda *given: Noted(load_forward(*given)))
+    with make_llm(tiny, parts, attention_backend="torch") as llm:
+        monkeypatch.setattr(runner_module, "on_device", note)
         llm.generate([PROMPTS[0]], asking(GREEDY, 1)[0])
     assert seen == ["on cpu", "hidden", "off"]

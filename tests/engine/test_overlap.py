@@ -5,6 +5,7 @@ are taken one launch later all the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from chairlift import EngineConfig, SamplingParams
+from chairlift.device import Arrival
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
-from chairlift.engine.executor import Pacing
+from chairlift.engine.parts import Pacing
 from chairlift.params import RepetitionDetection, StructuredOutputs
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Request
 from tests.engine.support import ENGINE, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm
-from tests.engine.test_poison import ahead, greedy
+from tests.engine.test_poison import greedy
+from tests.support.engines import ahead, hooked
 
 AGAIN = RepetitionDetection(max_pattern_size=3, min_count=2)
 CASES: dict[str, dict[str, Any]] = {
@@ -59,7 +62,7 @@ def test_answers_are_those_of_an_engine_that_waits(
     params = [greedy(**fields) for fields in CASES.values()]
     prompts = (PROMPTS * 2)[: len(params)]
     settings = {**TRACELESS, "max_num_batched_tokens": budget, "max_steps_per_launch": steps}
-    with ahead(num_ahead), make_llm(native, **settings) as llm:
+    with make_llm(native, ahead(num_ahead), **settings) as llm:
         for each, of_each in zip(params, expected, strict=True):
             assert answers(llm.generate(PROMPTS, each)) == of_each
             assert_idle(llm)
@@ -68,31 +71,25 @@ def test_answers_are_those_of_an_engine_that_waits(
         assert_idle(llm)
 
 
-def test_the_next_launch_begins_before_the_tokens_of_the_one_before_are_taken(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_launch_begins_before_the_tokens_of_the_one_before_are_taken(tiny: str) -> None:
     order: list[str] = []
-    with ahead(1), make_llm(tiny, max_steps_per_launch=1) as llm:
-        runner = core_of(llm)._runner
-        launch, wait = runner.launch, Launch.wait
 
-        def note_launch(plan: StepPlan) -> Launch:
-            order.append("launch")
-            return launch(plan)
-
-        def note_wait(self: Launch) -> Any:
+    class Noted(Arrival):
+        def wait(self) -> None:
             order.append("wait")
-            return wait(self)
 
-        monkeypatch.setattr(runner, "launch", note_launch)
-        monkeypatch.setattr(Launch, "wait", note_wait)
+    def note(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        order.append("launch")
+        return replace(launch(plan), arrival=Noted(None))
+
+    with make_llm(tiny, ahead(1), max_steps_per_launch=1) as llm, hooked(llm, note):
         llm.generate("hi", greedy(max_tokens=4))
     assert order == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2])
 def test_every_step_leaves_the_books_in_order(tiny: str, num_ahead: int) -> None:
-    with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
+    with make_llm(tiny, ahead(num_ahead), max_num_batched_tokens=8) as llm:
         core = core_of(llm)
         for fields, prompt in zip(CASES.values(), PROMPTS, strict=False):
             core.add(*llm.inputs.prepare(str(prompt), prompt, greedy(**fields)).requests)
@@ -147,11 +144,11 @@ def add(core: EngineCore, name: str, num_prompt_tokens: int) -> None:
 
 def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:
     """One step by hand, to see what is between plan and events."""
-    plan = core._scheduler.schedule()
-    plan = core._scheduler.advance(plan)
-    results = core._runner.launch(plan).wait()
+    plan = core.scheduler.schedule()
+    plan = core.scheduler.advance(plan)
+    results = core.executor.runner.launch(plan).wait()
     core.cache.performed(len(plan.jobs))
-    core._scheduler.update(plan, results)
+    core.scheduler.update(plan, results)
     return plan, results
 
 

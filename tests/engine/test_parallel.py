@@ -7,7 +7,8 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -15,10 +16,11 @@ import psutil
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import parallel
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch
+from chairlift.engine.interpreter import start_interpreter
 from chairlift.engine.parallel import Leader
+from chairlift.engine.parts import Process
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.plan import StepPlan
@@ -27,6 +29,7 @@ from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm,
 from tests.engine.test_poison import failing, greedy
 from tests.support import fork_server
 from tests.support.checkpoints import random_prompts
+from tests.support.engines import HOOKED, hooked
 from tests.support.fork_server import ForkedProcess
 from tests.support.server_process import SERVE, running
 
@@ -51,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_divided(model: str, size: int) -> LLM:
     """Three slots, and memory for two of their sequences. Of more ranks each has one key/value head of the two."""
     token_bytes = TOKEN_BYTES if size == 1 else TOKEN_BYTES // 2
-    return make_llm(model, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=192 * token_bytes)
+    return make_llm(model, PARTS, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=192 * token_bytes)
 
 
 class ForkedRank(ForkedProcess):
@@ -67,14 +70,15 @@ class ForkedRank(ForkedProcess):
             return super().wait(timeout)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forked_ranks() -> Iterator[None]:
-    """Only those of a server are fresh interpreters."""
-    with pytest.MonkeyPatch.context() as patch:
-        if fork_server.is_possible():
-            fork_server.ensure_started()
-            patch.setattr(parallel, "start_interpreter", ForkedRank)
-        yield
+def start_rank(program: str, fd: int) -> Process:
+    """Only the ranks of a server are fresh interpreters."""
+    if not fork_server.is_possible():
+        return start_interpreter(program, fd)
+    fork_server.ensure_started()
+    return ForkedRank(program, fd)
+
+
+PARTS = replace(HOOKED, start_rank=start_rank)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -115,7 +119,7 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
 def pids_of_ranks(core: EngineCore) -> list[int]:
     """The processes of all but the first."""
     assert isinstance(core.ranks, Leader)
-    return [process.pid for process in core.ranks._others._processes]
+    return core.ranks.pids
 
 
 def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
@@ -144,7 +148,7 @@ def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(
     with make_divided(model, 1) as llm:
         expected = tokens_of(llm.generate([verse, *PROMPTS[:2]], params))
     guessing = SETTINGS | {"batch_invariant": True, "speculation": "ngram"}
-    with make_llm(model, **guessing, tensor_parallel_size=2) as llm:
+    with make_llm(model, PARTS, **guessing, tensor_parallel_size=2) as llm:
         core = core_of(llm)
         # As if every step took as long, however many tokens it verifies. The other ranks believe it.
         monkeypatch.setattr(core._journal, "note_launch", lambda plan, _: plan.num_steps / 1000)
@@ -175,28 +179,27 @@ def test_an_interrupted_step_ends_the_ranks(divided: LLM) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str) -> None:
     with make_divided(model, 2) as llm:
         (pid,) = pids_of_ranks(core_of(llm))
-        launch, num_launches = core_of(llm)._runner.launch, count(1)
+        num_launches = count(1)
 
-        def kill_at_third(plan: StepPlan) -> Launch:
+        def kill_at_third(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
             if next(num_launches) == 3:
                 os.kill(pid, signal.SIGKILL)
             return launch(plan)
 
-        monkeypatch.setattr(core_of(llm)._runner, "launch", kill_at_third)
         for _ in range(2):
-            with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
+            with hooked(llm, kill_at_third), pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
                 llm.generate(PROMPTS, GREEDY)
         assert not psutil.pid_exists(pid)
 
 
 async def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(model: str) -> None:
-    async with make_async_llm(model, **SETTINGS, tensor_parallel_size=2) as llm:
+    async with make_async_llm(model, PARTS, **SETTINGS, tensor_parallel_size=2) as llm:
         outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
         assert len(outputs[-1].outputs[0].token_ids) == 12
-        (pid,) = pids_of_ranks(llm._core)
+        (pid,) = pids_of_ranks(core_of(llm))
         os.kill(pid, signal.SIGKILL)
         await asyncio.wait_for(llm.died.wait(), DEADLINE_S)
         assert not llm.is_healthy

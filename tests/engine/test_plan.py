@@ -1,10 +1,10 @@
 """Plans are values: whoever has the weights can compute them, in another process or later, without any request."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from chairlift import EngineConfig, SamplingParams
@@ -18,6 +18,7 @@ from tests.engine.support import ENGINE, PROMPTS, make_llm
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import greedy
 from tests.scheduler.fake_engine import Words
+from tests.support.engines import hooked
 
 SETTINGS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 16, "max_steps_per_launch": 4}
 SETTINGS |= {
@@ -40,21 +41,23 @@ class Player:
         return self._runner.launch(pickle.loads(pickled)).wait()
 
 
-def test_recorded_plans_are_computed_again_without_requests(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_plans_are_computed_again_without_requests(tiny: str) -> None:
     recorded: list[tuple[bytes, bytes]] = []  # plans and results
-    wait = Launch.wait
 
-    def record(launch: Launch) -> list[RowResult]:
-        plan, results = pickle.dumps(launch.plan), wait(launch)
-        recorded.append((plan, pickle.dumps(results)))
-        return results
+    class Recorded(Launch):
+        def wait(self) -> list[RowResult]:
+            plan, results = pickle.dumps(self.plan), super().wait()
+            recorded.append((plan, pickle.dumps(results)))
+            return results
 
-    monkeypatch.setattr(Launch, "wait", record)
+    def record(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        begun = launch(plan)
+        return Recorded(begun.plan, begun.outputs, begun.arrival, begun.begin)
+
     cases = [greedy(**UNGUIDED[index % len(UNGUIDED)]) for index in range(2 * len(PROMPTS))]
-    with make_llm(tiny, **SETTINGS) as llm:
+    with make_llm(tiny, **SETTINGS) as llm, hooked(llm, record):
         llm.generate([SYSTEM + [9] * 80], greedy())  # from this one's slot prefixes are copied
         llm.generate([SYSTEM + prompt for prompt in PROMPTS * 2], cases)
-    monkeypatch.undo()
     player = Player(tiny)
     plans: list[StepPlan] = [pickle.loads(pickled) for pickled, _ in recorded]
     assert len(plans) > 20

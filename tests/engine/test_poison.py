@@ -9,12 +9,12 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine.execution.runner import Launch
-from chairlift.engine.executor import Pacing
 from chairlift.errors import EngineDead
 from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
+from tests.support.engines import ahead
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
 SAID = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
@@ -32,17 +32,9 @@ NUMS_AHEAD = [0, pytest.param(1, marks=pytest.mark.slow), 2]
 
 
 @contextmanager
-def ahead(num_launches: int) -> Iterator[None]:
-    """Engines that are made here begin so many launches before they take the tokens of the first."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pacing, "of", lambda _: Pacing(num_launches))
-        yield
-
-
-@contextmanager
 def poisoned(llm: LLM, value: float = torch.nan) -> Iterator[None]:
     """Meanwhile prompts with that token cannot be computed; all others can."""
-    weight = core_of(llm)._runner._forward._model.model.embed_tokens.weight.data  # type: ignore[attr-defined]
+    weight = core_of(llm).executor.forward._model.model.embed_tokens.weight.data  # type: ignore[attr-defined]
     before = weight[POISON].clone()
     weight[POISON] = value
     try:
@@ -54,7 +46,12 @@ def poisoned(llm: LLM, value: float = torch.nan) -> Iterator[None]:
 @contextmanager
 def failing(llm: LLM, place: str, error: BaseException, after: int) -> Iterator[None]:
     """The call of `place` after that many raises: a launch when it has written to the slots, others at once."""
-    owners: dict[str, Any] = {"launch": core_of(llm)._runner, "forward": Decoder, "wait": Launch, "update": Scheduler}
+    owners: dict[str, Any] = {
+        "launch": core_of(llm).executor.runner,
+        "forward": Decoder,
+        "wait": Launch,
+        "update": Scheduler,
+    }
     owners["process"] = llm._outputs
     call, num_left = getattr(owners[place], place), after
 
@@ -118,7 +115,7 @@ def test_slots_that_held_poison_serve_the_next_as_if_new(tiny: str, num_ahead: i
     bad = [*POISONED_PROMPTS, [POISON] * 30, says_it]
     mixed = [prompt for pair in zip(bad, sound, strict=True) for prompt in pair]
     params = [SAYING_IT if prompt is says_it else SCORED for prompt in mixed]
-    with ahead(num_ahead), make_llm(tiny, max_steps_per_launch=steps, max_num_batched_tokens=budget) as llm:
+    with make_llm(tiny, ahead(num_ahead), max_steps_per_launch=steps, max_num_batched_tokens=budget) as llm:
         expected = tokens_of(llm.generate(sound, SCORED))
         with poisoned(llm):
             outputs = llm.generate(mixed, params)
@@ -158,7 +155,7 @@ def test_whatever_it_asked_for_it_ends_alone(tiny: str, case: str) -> None:
 
 @pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
 def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: str, num_ahead: int) -> None:
-    with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
+    with make_llm(tiny, ahead(num_ahead), max_num_batched_tokens=8) as llm:
         core = core_of(llm)
         for num_steps in range(1, 8):
             with poisoned(llm):
@@ -183,7 +180,7 @@ def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
     tiny: str, place: str, num_ahead: int
 ) -> None:
     prompts = PROMPTS[:4]
-    with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
+    with make_llm(tiny, ahead(num_ahead), max_num_batched_tokens=8) as llm:
         expected = tokens_of(llm.generate(prompts, SCORED))
         for after in (0, 1, 5):
             with poisoned(llm), failing(llm, place, KeyboardInterrupt(), after), pytest.raises(KeyboardInterrupt):
@@ -198,7 +195,7 @@ def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
 @pytest.mark.parametrize("place", ["launch", "forward", "wait", "update"])
 def test_a_launch_that_fails_takes_those_in_flight_with_it(tiny: str, place: str, num_ahead: int) -> None:
     for after in (0, 1, 5):
-        with ahead(num_ahead), make_llm(tiny, max_steps_per_launch=1) as llm:
+        with make_llm(tiny, ahead(num_ahead), max_steps_per_launch=1) as llm:
             with failing(llm, place, RuntimeError("no luck"), after), pytest.raises(EngineDead) as caught:
                 llm.generate(PROMPTS, GREEDY)
             assert "a step failed: RuntimeError: no luck" in str(caught.value)
@@ -243,7 +240,7 @@ def test_a_row_without_usable_logits_fails_and_no_other(tiny: str, params: Sampl
         lengths = [5 if index == row else 12 for index in range(3)]
         each = [params.model_copy(update={"max_tokens": length}) for length in lengths]  # a sound one ends as early
         expected = llm.generate(PROMPTS[:3], each)
-        forward = core_of(llm)._runner._forward
+        forward = core_of(llm).executor.forward
         logits = forward.logits
         for value in (torch.nan, torch.inf, -torch.inf):
             num_calls = 0

@@ -1,26 +1,27 @@
 """Prompts that begin like earlier ones, in a real engine: the same answers, and less to compute."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager
-from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.runner import ModelRunner
+from chairlift.engine.execution.runner import Launch
+from chairlift.engine.parts import Parts
 from chairlift.errors import EngineClosed
 from chairlift.params import RequestOptions, RequestOutput
 from chairlift.plan import StepPlan
-from chairlift.scheduler import Scheduler, TokenEvent
+from chairlift.scheduler import TokenEvent
 from chairlift.scheduler.next_step import NextStep
 from tests.engine.async_support import LONG, last, make_async_llm
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, state_of, tokens_of
 from tests.engine.test_overlap import CASES
-from tests.engine.test_poison import POISON, ahead, assert_failed, choices_of, greedy, poisoned
+from tests.engine.test_poison import POISON, assert_failed, choices_of, greedy, poisoned
 from tests.support.checkpoints import random_prompts
+from tests.support.engines import ahead, hooked
 
 (SYSTEM,) = random_prompts(5, [60], 250)
 TAILS = random_prompts(6, [1, 9, 30, 4, 17, 2], 250)
@@ -34,18 +35,17 @@ def cached(outputs: list[RequestOutput]) -> list[int]:
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each launch computes."""
+@contextmanager
+def counted(llm: LLM) -> Iterator[list[int]]:
+    """How many tokens each launch computes meanwhile."""
     counts: list[int] = []
-    launch = ModelRunner.launch
 
-    def counting(runner: Any, plan: StepPlan) -> Any:
+    def count(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
         counts.append(sum(row.num_new_tokens for row in plan.rows) + (plan.num_steps - 1) * len(plan.rows))
-        return launch(runner, plan)
+        return launch(plan)
 
-    monkeypatch.setattr(ModelRunner, "launch", counting)
-    return counts
+    with hooked(llm, count):
+        yield counts
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_answers_are_those_of_an_engine_that_reuses_nothing(
     prompts = [*PROMPTS, *PROMPTS[:2], SYSTEM, SYSTEM[:30]]
     # Bit for bit, where the batch in which a token was computed leaves no trace.
     settings = {"max_num_batched_tokens": budget, "max_steps_per_launch": steps, "batch_invariant": True}
-    with ahead(num_ahead), make_llm(native, **settings) as llm:
+    with make_llm(native, ahead(num_ahead), **settings) as llm:
         for case in ("greedy", "random", "penalised", "several choices", "scored"):
             params = SCORED.model_copy(update=CASES[case])
             expected = forgetful.generate(prompts, params)
@@ -99,9 +99,9 @@ def test_native_attention_reads_what_rows_have_in_common_in_one_place() -> None:
     assert [state.token_ids[-6:] for state in states] == tokens_of(expected[-3:])
 
 
-def test_only_what_is_new_is_computed_of_prompts_choices_and_conversations(tiny: str, computed: list[int]) -> None:
+def test_only_what_is_new_is_computed_of_prompts_choices_and_conversations(tiny: str) -> None:
     prompt = PROMPTS[1]
-    with make_llm(tiny, max_steps_per_launch=1) as llm:
+    with make_llm(tiny, max_steps_per_launch=1) as llm, counted(llm) as computed:
         first, second = (llm.generate([prompt], greedy(max_tokens=1)) for _ in range(2))
         assert (computed, cached([*first, *second])) == ([69, 1], [0, 68])
         assert tokens_of(first) == tokens_of(second)
@@ -137,9 +137,7 @@ async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
 ) -> None:
     long = greedy(max_tokens=150)
     (expected,) = tokens_of(forgetful.generate([SYSTEM], long))
-    with ahead(num_ahead):
-        engine = make_async_llm(native, batch_invariant=True)
-    async with engine:
+    async with make_async_llm(native, ahead(num_ahead), batch_invariant=True) as engine:
         outputs = engine.generate(list(SYSTEM), long)
         await anext(outputs)
         await engine.reset_prefix_cache()
@@ -147,7 +145,7 @@ async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
         assert (cached([beside]), tokens_of([beside])) == ([0], [expected[:12]])
         assert tokens_of([await last(outputs)]) == [expected]
         assert cached([await last(engine.generate(list(SYSTEM), GREEDY))]) == [59]  # of what came after it
-        engine._core.check()
+        core_of(engine).check()
     with pytest.raises(EngineClosed):
         await engine.reset_prefix_cache()
 
@@ -186,14 +184,9 @@ def test_what_was_never_copied_for_an_interrupt_is_not_taken_for_what_it_should_
         assert_idle(llm)
 
 
-def test_a_call_from_python_ends_in_time_and_keeps_what_there_is(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_from_python_ends_in_time_and_keeps_what_there_is(tiny: str) -> None:
     now = iter(range(1000))  # each look of the scheduler at its clock takes 0.4 s
-
-    def make(*given: Any, **named: Any) -> Scheduler:
-        return Scheduler(*given, **{**named, "clock": lambda: 0.4 * next(now)})
-
-    monkeypatch.setattr(core_module, "Scheduler", make)
-    with make_llm(tiny, max_batch_size=1) as llm:
+    with make_llm(tiny, Parts(clock=lambda: 0.4 * next(now)), max_batch_size=1) as llm:
         options = [RequestOptions(timeout=3.0), RequestOptions(timeout=1.0)]
         (ran,), (waited,) = (each.outputs for each in llm.generate([SHORT, SHORT], LONG, options=options))
     assert (ran.finish_reason, ran.stop_reason) == ("abort", "timeout")

@@ -10,9 +10,12 @@ import torch
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.cache.budget import CacheUse
 from chairlift.engine.journal import SlotSnapshot, SlotState, Snapshot, Totals, short_id
+from chairlift.engine.parts import Parts
 from chairlift.errors import EngineClosed, EngineDead
+from chairlift.models import load_forward
 from tests.engine.async_support import LONG, NUM_SLOTS, Gate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY
+from tests.support.engines import WrappedForward, core_of
 
 PROMPT = [5, 6, 7, 8]
 
@@ -78,7 +81,7 @@ async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         output = await last(engine.generate(PROMPT, GREEDY, "whole"))
         reader = asyncio.create_task(last(engine.generate(PROMPT, LONG, "left")))
-        await wait_until(lambda: engine._core.has_work, "it runs")
+        await wait_until(lambda: core_of(engine).has_work, "it runs")
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         seen = await engine.take_snapshot()
@@ -104,21 +107,18 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
     assert (seen.totals.num_prompt_tokens, seen.totals.num_cached_tokens) == (40 + 42, 40)
 
 
-async def test_several_steps_of_a_launch_are_told_and_their_time_holds_the_forward_pass(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with make_async_llm(tiny, max_steps_per_launch=4) as engine:
-        forward = engine._core._runner._forward
-        hidden = forward.hidden
-        spent: list[float] = []
+async def test_several_steps_of_a_launch_are_told_and_their_time_holds_the_forward_pass(tiny: str) -> None:
+    spent: list[float] = []
 
-        def timed(*args: Any) -> torch.Tensor:
+    class Timed(WrappedForward):
+        def hidden(self, *given: Any) -> torch.Tensor:
             start = time.perf_counter()
-            result = hidden(*args)
+            result = super().hidden(*given)
             spent.append(time.perf_counter() - start)
             return result
 
-        monkeypatch.setattr(forward, "hidden", timed)
+    parts = Parts(load_forward=lambda *given: Timed(load_forward(*given)))
+    async with make_async_llm(tiny, parts, max_steps_per_launch=4) as engine:
         await last(engine.generate(PROMPT, GREEDY))
         seen = await engine.take_snapshot()
     assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.executor import Pacing
 from chairlift.engine.sampling import compiled_grammar, masks
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.text.inputs import Generation
@@ -21,6 +20,7 @@ from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.params import CompletionOutput, RequestOptions, StructuredOutputs
 from chairlift.scheduler import Request
+from tests.support.engines import ahead, core_of
 from tests.support.gguf_files import write_model
 from tests.support.kernels import needs_kernels
 
@@ -86,7 +86,7 @@ class Run:
         rng = random.Random(5)
         self.answers: list[list[Answer]] = []
         with LLM(**(ENGINE | config)) as llm:
-            core = llm._core
+            core = core_of(llm)
             assert core is not None
             states: list[GenerationState] = []
             doomed = deque[Request]()
@@ -225,4 +225,4 @@ def test_where_it_would_change_what_is_generated_it_is_refused() -> None:
 def test_it_does_not_run_ahead_of_the_tokens_that_it_guesses_from() -> None:
     config = EngineConfig(device="cpu", attention_backend="torch", batch_invariant=True, speculation="ngram")
     with pytest.raises(AssertionError, match="guesses need the tokens of the launch before"):
-        EngineCore(config, Pacing(num_launches_ahead=1))
+        EngineCore(config, ahead(1))

@@ -42,6 +42,7 @@ from tests.engine.async_support import (
 )
 from tests.engine.support import GREEDY, make_llm, tokens_of
 from tests.engine.test_poison import greedy
+from tests.support.engines import core_of
 
 LIMIT_S = 0.3
 
@@ -209,12 +210,12 @@ async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(engine: Asyn
     block_until_behind(engine)
     ((request_id, mailbox),) = engine._mailboxes.items()
     port_of(engine).send(Abort(mailbox.states[request_id].unfinished_ids))
-    block_until(lambda: engine._core.cache.slots_remaining == 2, "the slot is free though the loop took nothing")
+    block_until(lambda: core_of(engine).cache.slots_remaining == 2, "the slot is free though the loop took nothing")
     assert (await task).outputs[0].finish_reason == "abort"
     await wait_until_idle(engine)
     assert (await last(engine.generate("hi", GREEDY))).finished
     task = asyncio.create_task(last(engine.generate("hi", LONG)))
-    await wait_until(lambda: engine._core.cache.slots_remaining == 1, "it runs")
+    await wait_until(lambda: core_of(engine).cache.slots_remaining == 1, "it runs")
     block_until_behind(engine)
     port_of(engine).send(Stop())
     block_until(lambda: not thread_of(engine).is_alive, "it has stopped")
@@ -256,7 +257,7 @@ async def test_the_rows_of_a_reader_behind_rest_while_others_go_on_and_end_when_
         await asyncio.sleep(0)
     assert sum(len(event.new_token_ids) for event in events) == 80
     slow.send(Add(second.requests))
-    await wait_until(lambda: engine._core.cache.slots_remaining == 1, "it runs")
+    await wait_until(lambda: core_of(engine).cache.slots_remaining == 1, "it runs")
     slow.send(Leave())
     await wait_until_idle(engine)
     assert (await last(engine.generate("hi", GREEDY))).finished
@@ -337,7 +338,7 @@ def shared_by(engine: AsyncLLM, core: EngineCore) -> list[object]:
     """What can change and is reached from the loop's side as well as from the engine's, between two steps."""
     thread = engine._engine
     ours = reachable([engine._outputs, engine._mailboxes], {id(core), id(thread)})
-    theirs = reachable([core._scheduler, core._journal, core._launches, core._runner], {id(core), id(thread)})
+    theirs = reachable([core.scheduler, core._journal, core._launches, core.executor.runner], {id(core), id(thread)})
     assert any(isinstance(each, Request) for each in ours.values())
     assert any(isinstance(each, RequestState) for each in theirs.values())
     shared = [each for name, each in theirs.items() if name in ours and not is_frozen(each)]

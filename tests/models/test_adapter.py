@@ -12,7 +12,7 @@ from transformers import GPT2Model
 from chairlift import LLM
 from chairlift.config import DType, EngineConfig, LoadFormat
 from chairlift.engine.core import EngineCore
-from chairlift.engine.executor import Pacing
+from chairlift.engine.parts import Pacing, Parts
 from chairlift.errors import ConfigurationError
 from chairlift.models import load_adapted, open_checkpoint
 from chairlift.models.config import AdaptedConfig
@@ -146,7 +146,7 @@ class _NoRecorder:
 
 def test_its_steps_are_not_recorded_in_graphs(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4)
-    core = EngineCore(EngineConfig(model=str(tmp_path), max_batch_size=2), Pacing(1, _NoRecorder()))
+    core = EngineCore(EngineConfig(model=str(tmp_path), max_batch_size=2), Parts(pacing=Pacing(1, _NoRecorder())))
     assert core.cache.max_cache_batch_size == 2  # without a scratch slot
 
 

@@ -21,6 +21,7 @@ from chairlift.api import ServerConfig, server
 from chairlift.api.app import Api
 from chairlift.api.errors import Handler
 from chairlift.api.http.listening import Listener
+from tests.support.engines import core_of
 from tests.support.server_process import Process, running
 
 NUMBER_HEADER = "X-Soak-Number"
@@ -109,7 +110,7 @@ class _Teller:
                 ctypes.CDLL(None).malloc_trim(0)
         assert self.runner.server is not None, "it serves"
         llm, process = self.api._llm, psutil.Process()
-        core, scheduler = llm._core, llm._core._scheduler
+        core, scheduler = core_of(llm), core_of(llm).scheduler
         held = {
             "slots taken": core.config.max_batch_size - core.cache.slots_remaining,
             "sequences": scheduler.num_waiting + scheduler.num_running,

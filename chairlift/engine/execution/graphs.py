@@ -16,7 +16,7 @@ have been recorded: the common ones are recorded at start, and missing ones when
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ Replay = Callable[[], None]
 
 _FIRST_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
-_COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
+COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
 _COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention reads; likewise
 _NUM_WARM_UPS = 2
 
@@ -178,12 +178,12 @@ class DecodeGraphs:
         self._loaded: _Loaded | None = None
 
     @torch.inference_mode()
-    def record_common(self) -> None:
-        """Records the graphs that most launches will need."""
+    def record_common(self, sizes: Set[int] = COMMON_SIZES) -> None:
+        """Records the graphs that most launches will need: for batches of these sizes, and of the largest."""
         start = time.monotonic()
         lengths = sorted({self._view_length(length) for length in (*_COMMON_LENGTHS, self._blocks.shape[3])})
-        sizes = [size for size in self._sizes if size in _COMMON_SIZES or size == self._sizes[-1]]
-        for size in reversed(sizes):  # the largest first, so that smaller ones fit into its memory
+        common = [size for size in self._sizes if size in sizes or size == self._sizes[-1]]
+        for size in reversed(common):  # the largest first, so that smaller ones fit into its memory
             for length in lengths:
                 self.forwards.record(size, length)
             for kind in DrawKind:

@@ -1,0 +1,96 @@
+"""Engines whose parts a test chooses, and their insides."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chairlift import LLM, AsyncLLM, EngineConfig
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import ResolvedConfig
+from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.runner import Launch, ModelRunner
+from chairlift.engine.parts import Pacing, Parts
+from chairlift.engine.thread import LocalEngine
+from chairlift.models import Checkpoint, TorchForward, load_model
+from chairlift.models.attention import Backend, BatchMetadata, Forward
+from chairlift.models.config import ModelShape
+from chairlift.plan import StepPlan
+
+Hook = Callable[[Callable[[StepPlan], Launch], StepPlan], Launch]
+"""Is called in the place of `ModelRunner.launch`, with it and a plan."""
+
+
+class HookedRunner(ModelRunner):
+    """Launches by way of a hook while there is one."""
+
+    hook: Hook | None = None
+
+    def launch(self, plan: StepPlan) -> Launch:
+        launch = super().launch
+        return launch(plan) if self.hook is None else self.hook(launch, plan)
+
+
+class WrappedForward:
+    """Runs a model as another forward does; subclasses do something besides. See `Forward`."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        return self._forward.hidden(batch, input_ids, cache)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._forward.logits(hidden)
+
+
+HOOKED = Parts(make_runner=HookedRunner)
+"""The parts of engines for tests: the real ones, whose launches can be hooked."""
+
+
+def ahead(num_launches: int) -> Parts:
+    """Of engines that begin so many launches before they take the tokens of the first."""
+    return replace(HOOKED, pacing=Pacing(num_launches))
+
+
+def make_core(model: str, parts: Parts = HOOKED, **config: Any) -> EngineCore:
+    return EngineCore(EngineConfig(model=model, **config), parts)
+
+
+def core_of(llm: LLM | AsyncLLM) -> EngineCore:
+    core = llm._core if isinstance(llm, LLM) else thread_of(llm).core
+    assert core is not None, "it is closed"
+    return core
+
+
+def thread_of(llm: AsyncLLM) -> LocalEngine:
+    assert isinstance(llm._engine, LocalEngine)
+    return llm._engine
+
+
+@contextmanager
+def hooked(llm: LLM | AsyncLLM, hook: Hook) -> Iterator[None]:
+    """Launches go by way of the hook."""
+    runner = core_of(llm).executor.runner
+    assert isinstance(runner, HookedRunner)
+    runner.hook = hook
+    try:
+        yield
+    finally:
+        runner.hook = None
+
+
+def with_attention(make: Callable[[ModelShape], Backend]) -> Callable[[Checkpoint, ResolvedConfig], Forward]:
+    """Loads models in torch with that attention; see `Parts.load_forward`."""
+
+    def load(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+        lengths = config.max_seq_len, config.slot_len
+        model = load_model(checkpoint, config.dtype, config.device, *lengths)
+        model.pack()
+        return TorchForward(model, make(model.config))
+
+    return load

@@ -1,10 +1,6 @@
-"""Compressed safetensors: what compressed-tensors, AWQ and GPTQ pack is what loading gives.
-
-Each format is packed here as its documentation has it, element by element, from integers that are known.
-"""
+"""Compressed safetensors: what compressed-tensors, AWQ and GPTQ pack is what loading gives."""
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,112 +10,20 @@ from safetensors.torch import save_file
 
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import grouped_size
+from tests.models.compressed_support import (
+    awq,
+    compressed_tensors,
+    gptq,
+    pack_awq,
+    pack_gptq,
+    pack_quantized,
+    quantized,
+)
 from tests.models.support import edit, groups_of, linear, load, num_bytes, read_config, refusal, write_config
 from tests.support.checkpoints import make_checkpoint
 
-Tensors = dict[str, torch.Tensor]
-
 SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that is written into each nibble of a word, the lowest first
 DOWN = "model.layers.0.mlp.down_proj"
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """A matrix whose elements are (values - zeros) * scales, group by group."""
-
-    values: torch.Tensor  # int64 [out, in], unsigned
-    zeros: torch.Tensor  # int64 [out, groups], unsigned
-    scales: torch.Tensor  # float16 [out, groups]
-
-    @property
-    def exact(self) -> torch.Tensor:
-        """float32 `[out, in]`"""
-        size = self.values.shape[1] // self.zeros.shape[1]
-        zeros, scales = (each.repeat_interleave(size, dim=1) for each in (self.zeros, self.scales.float()))
-        return (self.values - zeros) * scales
-
-
-def quantized(seed: int, shape: torch.Size, num_bits: int, group_size: int, is_symmetric: bool) -> Quantized:
-    generator = torch.Generator().manual_seed(seed)
-    num_groups = 1 if group_size == -1 else shape[1] // group_size
-    values = torch.randint(0, 2**num_bits, tuple(shape), generator=generator)
-    zeros = torch.randint(0, 2**num_bits, (shape[0], num_groups), generator=generator)
-    if is_symmetric:
-        zeros.fill_(2 ** (num_bits - 1))
-    scales = 0.01 * torch.rand(shape[0], num_groups, generator=generator) + 0.001
-    return Quantized(values, zeros, scales.half())
-
-
-def words(unsigned: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int64 `[n, m]` -> int32 `[n, m * bits / 32]`: neighbours along the last dimension, the lowest bits first."""
-    per_word = 32 // num_bits
-    parts = unsigned.view(len(unsigned), -1, per_word)
-    packed = torch.zeros(parts.shape[:2], dtype=torch.int64)
-    for place in range(per_word):
-        packed |= parts[:, :, place] << (num_bits * place)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
-
-
-def pack_quantized(name: str, matrix: Quantized, num_bits: int, is_symmetric: bool) -> Tensors:
-    """compressed-tensors: zero points are packed along the outputs."""
-    tensors = {
-        f"{name}.weight_packed": words(matrix.values, num_bits),
-        f"{name}.weight_scale": matrix.scales,
-        f"{name}.weight_shape": torch.tensor(matrix.values.shape),
-    }
-    if not is_symmetric:
-        tensors[f"{name}.weight_zero_point"] = words(matrix.zeros.T.contiguous(), num_bits).T.contiguous()
-    return tensors
-
-
-def pack_awq(name: str, matrix: Quantized) -> Tensors:
-    """Inputs first; outputs are packed by eight in an order of their own."""
-
-    def shuffled(unsigned: torch.Tensor) -> torch.Tensor:
-        columns = unsigned.T.reshape(unsigned.shape[1], -1, 8)
-        return words(columns[:, :, AWQ_ORDER].flatten(1), 4)
-
-    parts = {
-        "qweight": shuffled(matrix.values),
-        "qzeros": shuffled(matrix.zeros),
-        "scales": matrix.scales.T.contiguous(),
-    }
-    return {f"{name}.{part}": tensor for part, tensor in parts.items()}
-
-
-def pack_gptq(name: str, matrix: Quantized, num_bits: int, zero_shift: int) -> Tensors:
-    """Inputs first, and packed; of zero points the outputs are packed, less one in the first version."""
-    num_inputs, num_groups = matrix.values.shape[1], matrix.zeros.shape[1]
-    zeros = (matrix.zeros - zero_shift) % 2**num_bits
-    return {
-        f"{name}.qweight": words(matrix.values, num_bits).T.contiguous(),
-        f"{name}.qzeros": words(zeros.T.contiguous(), num_bits),
-        f"{name}.scales": matrix.scales.T.contiguous(),
-        f"{name}.g_idx": (torch.arange(num_inputs) // (num_inputs // num_groups)).int(),
-    }
-
-
-def compressed_tensors(num_bits: int, group_size: int, is_symmetric: bool, **weights: Any) -> dict[str, Any]:
-    stated = {
-        "num_bits": num_bits,
-        "type": "int",
-        "strategy": "channel" if group_size == -1 else "group",
-        "group_size": None if group_size == -1 else group_size,
-        "symmetric": is_symmetric,
-        **weights,
-    }
-    groups = {"group_0": {"targets": ["Linear"], "weights": stated, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-
-
-def gptq(num_bits: int = 4, group_size: int = 64, **stated: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": num_bits, "group_size": group_size, "desc_act": False, **stated}
-
-
-def awq(**stated: Any) -> dict[str, Any]:
-    return {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", **stated}
-
 
 CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {  # what is stated, bits, group size, whether symmetric
     **{

@@ -16,7 +16,7 @@ from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm
 from chairlift.models.config import LAYER_TYPES, ModelConfig
 from chairlift.models.rope import read_rope
-from chairlift.models.rotary import RopeConfig
+from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -188,10 +188,15 @@ def _read_windows(config: Any) -> list[int | None]:
         raise CheckpointError(
             f"layer type {shown(min(unknown))} is not supported, only {', '.join(sorted(LAYER_TYPES))}"
         )
-    window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < 1:
-        raise CheckpointError(f"sliding_window must be at least 1, not {window}")
+    window = read_window(config.sliding_window) if getattr(config, "use_sliding_window", True) else None
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def read_window(window: object) -> int | None:
+    """Checks how many keys a query may see; None: all. CheckpointError for what is no such number."""
+    if window is not None and not (type(window) is int and 1 <= window <= MAX_POSITIONS):
+        raise CheckpointError(f"sliding_window must be a whole number from 1 to {MAX_POSITIONS}, not {shown(window)}")
+    return window
 
 
 def refuse_unreadable(raw: dict[str, Any]) -> None:

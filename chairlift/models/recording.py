@@ -17,7 +17,7 @@ from chairlift.models.adapter import ATTENTION, AdaptedDecoder
 from chairlift.models.blocks import AttentionBlock
 from chairlift.models.claims import has_own_head
 from chairlift.models.config import LAYER_TYPES, AdaptedConfig
-from chairlift.models.families import read_dtype, refuse_unreadable
+from chairlift.models.families import read_dtype, read_window, refuse_unreadable
 from chairlift.models.rope import check_rope_numbers
 from chairlift.models.stored import SafetensorsWeights
 
@@ -73,7 +73,7 @@ class _Recorder:
             "softcap": softcap,
         }
         layer_idx: Any = module.layer_idx
-        self.calls.append(_Call(layer_idx, sliding_window, heads))
+        self.calls.append(_Call(layer_idx, read_window(sliding_window), heads))
         return query.transpose(1, 2).contiguous(), None
 
 

@@ -84,6 +84,10 @@ UNSUPPORTED = "'s layers of type {} are not supported"
             *("Cohere", {"pad_token_id": 0, "sliding_window": 9}),
             "its sliding window is in its masks only",
         ),
+        *(
+            ("Mixtral", {"num_local_experts": 2, "sliding_window": window}, "sliding_window must be a whole number")
+            for window in (-65535, 2**31)
+        ),
     ],
 )
 def test_what_the_cache_or_attention_cannot_serve_is_refused_before_anything_is_loaded(

@@ -200,7 +200,13 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
             ({"rope_parameters": {"rope_theta": 500.0, "rope_type": kind, **given}}, f"='{kind}': {{'{missing}'}}")
             for kind, given, missing in INCOMPLETE
         ),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        *(
+            (
+                {"architectures": ["MistralForCausalLM"], "sliding_window": window},
+                f"sliding_window must be a whole number from 1 to 2147483647, not {window}",
+            )
+            for window in (0, -3, 2**31, 2**40 + 1)
+        ),
         ({"attention_chunk_size": 128}, "attention_chunk_size is not supported"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({**GEMMA3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),

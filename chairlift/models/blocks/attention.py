@@ -147,7 +147,7 @@ class SelfAttention(BlockModule):
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
             "rope": None if rotation is None else rotation.address,
-            "window": self.block.window or _ALL_KEYS,
+            "window": min(self.block.window or _ALL_KEYS, _ALL_KEYS),
         }
 
 

@@ -176,6 +176,16 @@ def test_nothing_before_a_window_is_read(num_kv_heads: int, num_new: int, isa: s
     assert torch.equal(forgetful.run(new)[0], expected)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**32 + 5])
+def test_a_window_wider_than_any_sequence_hides_nothing(window: int, isa: str) -> None:
+    tokens = random_tokens(random.Random(8), 300)
+    wide, without = (
+        cpu_bench(varied(BASE, [Positions(None, each)] * 2), FLOAT32, isa).run([Row(4, tokens)])[0]
+        for each in (window, None)
+    )
+    assert torch.equal(wide, without)
+
+
 @pytest.mark.parametrize("token", [-1, UNTIED.vocab_size, 2**40])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_written(token: int, is_tied: bool) -> None:

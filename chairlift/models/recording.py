@@ -134,6 +134,8 @@ def _read_config(architecture: str, raw: dict[str, Any]) -> Any:
 def _fix_rope(config: Any) -> int:
     """The positions up to which rope is the same for every sequence, beyond which the model is not run."""
     longest: int = config.max_position_embeddings
+    if longest < 1:
+        raise CheckpointError(f"max_position_embeddings must be at least 1, not {longest}")
     given = getattr(config, "rope_parameters", None) or {}
     if given:
         config.standardize_rope_params()  # as a model's construction does

@@ -84,6 +84,7 @@ UNSUPPORTED = "'s layers of type {} are not supported"
             *("Cohere", {"pad_token_id": 0, "sliding_window": 9}),
             "its sliding window is in its masks only",
         ),
+        ("Mixtral", {"max_position_embeddings": -64}, "max_position_embeddings must be at least 1, not -64"),
         *(
             ("Mixtral", {"num_local_experts": 2, "sliding_window": window}, "sliding_window must be a whole number")
             for window in (-65535, 2**31)

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from chairlift.errors import CheckpointError, shown
+from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.blocks import EMBEDDING, HEAD
 from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
@@ -89,9 +89,17 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX_FILE
     files = _indexed_files(index) if index.is_file() else [directory / _SINGLE_FILE]
     for path in files:
-        if not path.is_file():
-            raise CheckpointError(f"{directory} lacks {path.name} (weights must be safetensors)")
+        if not _is_file(path):
+            raise CheckpointError(f"{directory} lacks {named(path.name)} (weights must be safetensors)")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    """Tells whether the file is there; False as well for a name that no file can have, such as one that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _describe(raw: dict[str, Any], weights: SafetensorsWeights | None = None) -> ModelShape:

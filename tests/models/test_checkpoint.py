@@ -13,10 +13,11 @@ import torch
 
 from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.tokenizer import Tokenizer
-from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.errors import CheckpointError, InvalidRequest, named
 from chairlift.models import smollm2
 from chairlift.models.checkpoint import find_model, open_checkpoint
 from chairlift.models.grouped import GroupedWeight
+from tests.models.support import refusal
 from tests.support.checkpoints import make_checkpoint
 
 COMMIT = "0" * 40
@@ -74,6 +75,13 @@ def test_an_index_names_nothing_but_weights_beside_it(tmp_path: Path, name: obje
     write_index(directory, name)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         _ = open_checkpoint(str(directory)).weight_files
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "é" * 200, "\ud800"])
+def test_a_shard_of_a_name_that_no_file_can_have_is_missing(tmp_path: Path, name: str) -> None:
+    directory = shutil.copytree(find_model("bundled"), tmp_path / "model")
+    write_index(directory, f"{name}.safetensors")
+    assert refusal(directory, open_checkpoint).startswith(f"{directory} lacks {named(f'{name}.safetensors')} (weights")
 
 
 def test_weights_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve | chat | generate | bench`. Nothing slow is imported before it is needed."""
+"""The command line: `chairlift serve`, `chat`, `generate`, `bench` and `compare`. Slow imports wait until needed."""
 
 import contextlib
 import logging
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from chairlift.api import ServerConfig
     from chairlift.chat import AnswerConfig, ChatConfig
+    from chairlift.compare.config import CompareConfig
     from chairlift.config import EngineConfig
     from chairlift.engine.async_llm import AsyncLLM
     from chairlift.loadtest import BenchConfig
@@ -38,7 +39,7 @@ class Command(NamedTuple):
     models: tuple[str, ...]  # pydantic models, each as module:name
     groups: Mapping[str, str]  # titles in the help, each with the first setting below it
     examples: tuple[str, ...]
-    positional: str | None = None  # the setting whose flag may be left out
+    positionals: tuple[str, ...] = ()  # settings whose flags may be left out
 
 
 def serve(
@@ -116,6 +117,15 @@ def bench(config: "BenchConfig") -> int:
     return run(config, _loop_factory())
 
 
+def compare(config: "CompareConfig") -> int:
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.compare.command import run
+
+    set_up_logging()
+    logging.getLogger().setLevel(logging.WARNING)
+    return run(config)
+
+
 def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
     """Runs a server's loop. The process exits at most `_LAST_THREADS_S` after the loop's end, even if a thread hangs,
     for instance in a tokenizer: a regular exit would wait for it.
@@ -167,7 +177,7 @@ _COMMANDS = (
             "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
             "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
-        positional="model",
+        positionals=("model",),
     ),
     Command(
         chat,
@@ -176,7 +186,7 @@ _COMMANDS = (
         models=("chairlift.chat:ChatConfig", _ENGINE),
         groups={"chat": "max_tokens"} | _ENGINE_GROUPS,
         examples=("chairlift chat smollm2", "chairlift chat --url http://127.0.0.1:8000 --system 'Answer in French.'"),
-        positional="model",
+        positionals=("model",),
     ),
     Command(
         generate,
@@ -188,7 +198,7 @@ _COMMANDS = (
             'chairlift generate "What is the opposite of hot?"',
             'chairlift generate --model path-or-hub-id --raw --max-tokens 50 "Once upon a time"',
         ),
-        positional="prompt",
+        positionals=("prompt",),
     ),
     Command(
         bench,
@@ -201,6 +211,19 @@ _COMMANDS = (
             "chairlift bench --request-rate 4 --num-requests 500 --report report.html",
             "chairlift bench --sweep rate=1,2,4,8 --goodput ttft:500,tpot:50",
         ),
+    ),
+    Command(
+        compare,
+        "compare",
+        "Measure how far one model's next-token probabilities are from another's.",
+        models=("chairlift.compare.config:CompareConfig",),
+        groups={"measurement": "text", "results": "json"},
+        examples=(
+            "chairlift compare path-or-hub-id model=path-or-hub-id,quantization=int4",
+            "chairlift compare model-bf16.gguf model-q4_k_m.gguf --text wiki.test.raw --json result.json",
+            "chairlift compare path-or-hub-id http://127.0.0.1:8000 --max-windows 20",
+        ),
+        positionals=("reference", "candidate"),
     ),
 )
 COMMANDS = {command.name: command for command in _COMMANDS}
@@ -215,6 +238,8 @@ commands:
   chat [MODEL]       talk with a model in the terminal, its own or a server's
   generate PROMPT    answer one prompt on standard output
   bench              load-test any OpenAI-compatible server
+  compare REFERENCE CANDIDATE
+                     measure the divergence between two models, files, formats or servers
 
 flags:
   --help             show this, or after a command its flags, and leave

@@ -156,12 +156,12 @@ def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Give
     if rest:
         raise ConfigurationError(f"unexpected argument {rest[-1]!r}{see_help}")
     texts: dict[str, Any] = vars(namespace)
-    if command.positional is not None and (argument := texts.pop("argument")) is not None:
-        if command.positional in texts:
-            raise ConfigurationError(
-                f"both {argument!r} and {_flag(command.positional)} are given; leave one of them out"
-            )
-        texts[command.positional] = argument
+    for setting in command.positionals:
+        argument = texts.pop(_argument(setting))
+        if argument is not None and setting in texts:
+            raise ConfigurationError(f"both {argument!r} and {_flag(setting)} are given; leave one of them out")
+        if argument is not None:
+            texts[setting] = argument
     return {
         name: _given(command, name, value if isinstance(value, list) else [str(value)], _flag(name))
         for name, value in texts.items()
@@ -172,8 +172,16 @@ def _take_argument_from_lists(command: "Command", namespace: argparse.Namespace)
     """Moves the last of several words that follow a list's flag to the argument, if that is given nowhere else."""
     texts: dict[str, Any] = vars(namespace)
     longest = texts.pop(_LONGEST, None)
-    if longest and command.positional is not None and command.positional not in texts and texts["argument"] is None:
-        texts["argument"] = texts[longest].pop()
+    if not longest:
+        return
+    absent = (each for each in command.positionals if each not in texts and texts[_argument(each)] is None)
+    if (setting := next(absent, None)) is not None:
+        texts[_argument(setting)] = texts[longest].pop()
+
+
+def _argument(setting: str) -> str:
+    """The parser's name of a setting whose flag is left out."""
+    return f"argument {setting}"
 
 
 def _given(command: "Command", setting: str, texts: Sequence[str], source: str) -> _Given:
@@ -245,13 +253,14 @@ def _make_parser(command: "Command") -> _Parser:
         add_help=False,
         formatter_class=_formatter,
     )
-    parser.usage = "%(prog)s [flags]"
-    if command.positional is not None:
-        word = command.positional.upper()
-        is_needed = fields[command.positional].is_required()
-        text = fields.pop(command.positional).description if is_needed else f"the same as {_flag(command.positional)}"
-        parser.usage = f"%(prog)s {word if is_needed else f'[{word}]'} [flags]"
-        parser.add_argument_group("argument").add_argument("argument", metavar=word, nargs="?", default=None, help=text)
+    words: list[str] = []
+    arguments = parser.add_argument_group("arguments" if len(command.positionals) > 1 else "argument")
+    for setting in command.positionals:
+        word, is_needed = setting.upper(), fields[setting].is_required()
+        text = fields.pop(setting).description if is_needed else f"the same as {_flag(setting)}"
+        words.append(word if is_needed else f"[{word}]")
+        arguments.add_argument(_argument(setting), metavar=word, nargs="?", default=None, help=text)
+    parser.usage = " ".join(["%(prog)s", *words, "[flags]"])
     titles = {setting: title for title, setting in command.groups.items()}
     group = parser.add_argument_group("flags")
     flags: list[str] = []
@@ -300,7 +309,7 @@ def _complaint(command: "Command", setting: str, errors: Sequence[ErrorDetails],
     if not setting:
         return "; ".join(others)
     if given is None:
-        return f"{setting.upper() if setting == command.positional else _flag(setting)} is missing"
+        return f"{setting.upper() if setting in command.positionals else _flag(setting)} is missing"
     if others:
         return f"{given.source}: {' or '.join(others)}"
     words = [kind for kind in _kinds(fields_of(command)[setting].annotation) if isinstance(kind, str)]

@@ -4,6 +4,7 @@ The engine is one of these with a scheduler in front of it; a rank other than th
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,8 +22,12 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import Checkpoint, find_obstacle, open_checkpoint
 from chairlift.models.loader import count_parameters, grouped_size
+from chairlift.params import SamplingParams
+from chairlift.plan import COMPUTE, RowPlan, SamplingKey, StepPlan
 
 logger = logging.getLogger(__name__)
+
+_ALONE = SamplingKey("alone", SamplingParams(), seed=0, num_prompt_tokens=0)
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
@@ -57,6 +62,24 @@ class Executor:
         self.sampler: Sampler
         self.graphs: DecodeGraphs | None = None
         self.runner = self._make_runner(device)
+
+    def logits(self, token_ids: Sequence[int], places: slice) -> torch.Tensor:
+        """Computes a sequence alone, in one step: float32 `[N, vocab]`, what follows those of its tokens.
+
+        To measure a model, beside no engine. CacheFull if no slot is free; ValueError if the sequence does not fit.
+        """
+        (slot,) = self.cache.claim(1)
+        try:
+            self.cache.hold(slot, len(token_ids))
+            reservation = self.cache.reserve([slot], [len(token_ids)])
+            self.cache.settle()
+            row = RowPlan(_ALONE, slot, 0, token_ids, 0, COMPUTE)
+            logits = self.runner.logits(StepPlan((row,), 0, 1, reservation=reservation), places)
+            self.cache.commit([len(token_ids)], reservation)
+        finally:
+            self.cache.abandon([slot])
+            self.cache.release(slot)
+        return logits
 
     def _make_runner(self, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape

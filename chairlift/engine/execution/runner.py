@@ -110,6 +110,16 @@ class ModelRunner:
                 torch.cuda.empty_cache()
             return Launch(plan, outputs, Arrival.mark(self._device), begin)
 
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan, places: slice) -> torch.Tensor:
+        """Computes a plan of one step without sampling: float32 `[N, vocab]`, after those of its tokens, in order."""
+        assert plan.reservation is not None, "the books do not know of this plan"
+        with on_device(self._device):
+            self._cache.perform(plan.jobs)
+            inputs = self._cache.view(plan.reservation)
+            input_ids = to_device(_input_ids(plan.rows), torch.int64, self._device)
+            return self._forward.logits(self._forward.hidden(self._first_batch(plan), input_ids, inputs[0])[places])
+
     def record_missing(self) -> bool:
         """See `DecodeGraphs`."""
         return self._graphs is not None and self._graphs.record_missing()

@@ -100,6 +100,7 @@ class RowPlan:
     num_output_tokens: int  # generated before the token that is sampled first
     work: Work
     guess: Sequence[int] = ()  # tokens that may come next, at the end of the new ones
+    num_tentative: int = 0  # new tokens at the end that a recurrent state does not take yet, as they may be taken back
 
     @property
     def num_new_tokens(self) -> int:
@@ -132,7 +133,15 @@ class Scrub:
     end: int
 
 
-Job = SlotCopy | Scrub
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy of a recurrent state from one row to another; rows of snapshots follow those of the slots."""
+
+    source: int
+    target: int
+
+
+Job = SlotCopy | Scrub | StateCopy
 """Work on the cache's tensors, done in order and before what is planned after it."""
 
 
@@ -153,6 +162,10 @@ class Reservation:
     lengths: tuple[int, ...]
     num_reserved: tuple[int, ...]
     common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: the slot that has the same first tokens; empty: none
+    # By row, if layers have recurrent states: pending inputs that lead to its first new token, and how many of its new
+    # tokens are tentative.
+    num_replayed: tuple[int, ...] = ()
+    num_tentative: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ Layers of equal shape form a group. A group has one tensor per device, and a lay
 
     layers   0: 2 heads of 16    1: 1 head of 32    2: 2 heads of 16    3: those of layer 1    4: nothing
     places   group 0, plane 0    group 1, plane 0   group 0, plane 1    group 1, plane 0       none
+
+A layer may keep a recurrent state instead or as well: a vector for each slot, of any length. The states of all layers
+stand behind one another.
 """
 
 import math
@@ -11,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from chairlift.cache.states import StatePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,21 @@ class SharedWith:
     layer: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateParams:
+    """The recurrent state of a layer: its size, and how much of a token it takes in. All numbers are float32."""
+
+    num_elements: int  # for each slot
+    num_inputs: int  # for each token
+
+    def __post_init__(self) -> None:
+        for name in ("num_elements", "num_inputs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
 Kept = KVCacheParams | SharedWith | None
-"""Declares what a slot keeps of one layer; None: nothing."""
+"""Declares the keys and values that a slot keeps of one layer; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +90,50 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The places of recurrent states, and the sizes of all of them together."""
+
+    places: tuple[StatePlace | None, ...]  # by layer; None: it has no state
+    num_elements: int
+    num_inputs: int
+
+    @classmethod
+    def of(cls, states: Sequence[StateParams | None]) -> "StateLayout | None":
+        """The layout of these states, by layer; None if there are none."""
+        places = list[StatePlace | None]()
+        num_elements = num_inputs = 0
+        for each in states:
+            if each is None:
+                places.append(None)
+                continue
+            places.append(StatePlace(num_elements, each.num_elements, num_inputs, each.num_inputs))
+            num_elements += each.num_elements
+            num_inputs += each.num_inputs
+        return cls(tuple(places), num_elements, num_inputs) if num_elements else None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a slot's state, or of a snapshot, on one device."""
+        return self.num_elements * torch.float32.itemsize
+
+    def slot_bytes(self, max_tentative: int) -> int:
+        """Bytes of a slot's state and of the inputs of its tentative tokens, on one device."""
+        return self.row_bytes + max_tentative * self.num_inputs * torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The groups of a model's layers, in the order of their first layers, and each layer's place."""
 
     groups: tuple[Group, ...]
-    places: tuple[Place | None, ...]  # by layer; None: it keeps nothing
+    places: tuple[Place | None, ...]  # by layer; None: it keeps no keys and values
+    states: StateLayout | None = None  # None: no layer has a state
 
     @classmethod
-    def of(cls, params: KVCacheParams | Sequence[Kept], num_layers: int) -> "CacheLayout":
-        """The layout of layers that are alike, or of each layer's own.
+    def of(
+        cls, params: KVCacheParams | Sequence[Kept], num_layers: int, states: Sequence[StateParams | None] = ()
+    ) -> "CacheLayout":
+        """The layout of layers that are alike, or of each layer's own. `states`: by layer; empty: there are none.
 
         ValueError if there are none, or not so many, if they disagree about devices, or if a layer shares with one that
         has no keys and values of its own.
@@ -90,6 +143,8 @@ class CacheLayout:
         layers = (params,) * num_layers if isinstance(params, KVCacheParams) else tuple(params)
         if len(layers) != num_layers:
             raise ValueError(f"num_layers is {num_layers}, but {len(layers)} layers are described")
+        if states and len(states) != num_layers:
+            raise ValueError(f"num_layers is {num_layers}, but the states of {len(states)} layers are described")
         own = [each for each in layers if isinstance(each, KVCacheParams)]
         if len({each.n_devices for each in own}) != 1:
             raise ValueError("no layer keeps keys and values" if not own else "layers differ in n_devices")
@@ -107,7 +162,8 @@ class CacheLayout:
                     raise ValueError(
                         f"layer {index} shares with layer {each.layer}, which has no keys and values of its own"
                     )
-        return cls(tuple(Group(shape, count) for shape, count in counts.items()), tuple(places))
+        own_groups = tuple(Group(shape, count) for shape, count in counts.items())
+        return cls(own_groups, tuple(places), StateLayout.of(states))
 
     @property
     def n_devices(self) -> int:
@@ -116,7 +172,7 @@ class CacheLayout:
     @property
     def is_plain(self) -> bool:
         """True if all layers are alike, so that the tensor of the only group is all there is to know."""
-        return self.places == tuple(Place(0, index) for index in range(len(self.places)))
+        return self.states is None and self.places == tuple(Place(0, index) for index in range(len(self.places)))
 
     @property
     def token_bytes(self) -> int:

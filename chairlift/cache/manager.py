@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache.layout import CacheLayout, Kept, KVCacheParams, Place
+from chairlift.cache.layout import CacheLayout, Kept, KVCacheParams, Place, StateParams
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.cache.state_books import StateBooks
+from chairlift.cache.states import SlotStates, StateMemory
 from chairlift.device import send
-from chairlift.plan import Job, Reservation, SlotCopy
+from chairlift.plan import Job, Reservation, SlotCopy, StateCopy
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -47,6 +49,7 @@ class ContinuousBatchingKVCacheCollection:
     reservation: Reservation | None = None  # the host's side of the fetch; `step` needs it
     further_blocks: tuple[torch.Tensor, ...] = ()  # of the other groups, in order
     places: tuple[Place | None, ...] | None = None  # by layer; None: layers are alike, and `blocks` has all of them
+    states: SlotStates | None = None  # None: no layer has a recurrent state
 
     def get_key_cache(self, layer_idx: int) -> torch.Tensor:
         """Keys of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy.
@@ -91,16 +94,22 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         num_layers: int,
         devices: Sequence[torch.device | str],
         max_tokens: int | None = None,
+        states: Sequence[StateParams | None] = (),
+        num_snapshots: int = 0,
+        max_tentative: int = 1,
     ) -> None:
         """`params`: of all layers, or what each keeps. `max_tokens`: that all slots together may have memory for.
 
-        `max_tokens` None: all can be full. ValueError for inconsistent numbers, and as in `CacheLayout.of`;
-        MemoryError, or RuntimeError as torch does, if there is no memory.
+        `max_tokens` None: all can be full. `states`: recurrent states by layer, empty without any; `num_snapshots`:
+        further rows for them; `max_tentative`: tokens of a row that can be taken back. ValueError for inconsistent
+        numbers, and as in `CacheLayout.of`; MemoryError, or RuntimeError as torch does, if there is no memory.
         """
-        self.layout = CacheLayout.of(params, num_layers)
+        self.layout = CacheLayout.of(params, num_layers, states)
         if len(devices) != self.layout.n_devices:
             raise ValueError(f"params.n_devices is {self.layout.n_devices}, but {len(devices)} devices are given")
-        super().__init__(max_cache_batch_size, max_seq_len, max_tokens)
+        state_layout = self.layout.states
+        books = None if state_layout is None else StateBooks(max_cache_batch_size, max_tentative)
+        super().__init__(max_cache_batch_size, max_seq_len, max_tokens, books)
         self._places = None if self.layout.is_plain else self.layout.places
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
@@ -110,6 +119,11 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         self.memories = [memory for groups in allocated for memory in groups]
         self.blocks = [first.blocks for first, *_ in allocated]
         self._further_blocks = [tuple(memory.blocks for memory in further) for _, *further in allocated]
+        self.state_memories = [
+            StateMemory(state_layout.places, max_cache_batch_size, num_snapshots, max_tentative, device)
+            for device in self.devices
+            if state_layout is not None
+        ]
 
     @property
     def max_cache_batch_size(self) -> int:
@@ -131,9 +145,16 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         max_seq_len: int,
         num_layers: int,
         devices: Sequence[torch.device | str],
+        states: Sequence[StateParams | None] = (),
+        num_snapshots: int = 0,
+        max_tentative: int = 1,
     ) -> int:
-        """Bytes over all devices: blocks, lengths and lookup."""
-        return max_cache_batch_size * _slot_bytes(params, max_seq_len, num_layers) * len(devices)
+        """Bytes over all devices: blocks, lengths and lookup, and recurrent states with their snapshots."""
+        layout = CacheLayout.of(params, num_layers, states)
+        num_bytes = max_cache_batch_size * _slot_bytes(layout, max_seq_len, max_tentative)
+        if layout.states is not None:
+            num_bytes += num_snapshots * layout.states.row_bytes
+        return num_bytes * len(devices)
 
     @classmethod
     def infer_optimal_batch_size(
@@ -143,9 +164,12 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         num_layers: int,
         available_bytes: int,
         devices: Sequence[torch.device | str],
+        states: Sequence[StateParams | None] = (),
+        max_tentative: int = 1,
     ) -> int:
         """Slots that fit into `available_bytes`, the sum over the devices; each slot has a shard on every one."""
-        return max(0, available_bytes) // (_slot_bytes(params, max_seq_len, num_layers) * len(devices))
+        layout = CacheLayout.of(params, num_layers, states)
+        return max(0, available_bytes) // (_slot_bytes(layout, max_seq_len, max_tentative) * len(devices))
 
     def input_symbols(self) -> list[tuple[InputSymbol, ...]]:
         """Per device the four inputs that `fetch` provides to a forward, and the blocks of further groups."""
@@ -167,14 +191,19 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return [symbols for _ in self.devices]
 
     def fetch(
-        self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
+        self,
+        seq_ids: Sequence[int],
+        new_tokens: Sequence[int] | None = None,
+        num_steps: int = 1,
+        num_tentative: Sequence[int] | None = None,
     ) -> list[ContinuousBatchingKVCacheCollection]:
         """One view per device, rows in the order given. Performs pending copies and scrubs first.
 
         `new_tokens[i]` tokens of row i are about to be written (1 each if None), then one more in each of
-        `num_steps - 1` further steps. ValueError as in `SlotLedger.reserve`, before anything changes.
+        `num_steps - 1` further steps; `num_tentative[i]` of them may be taken back. ValueError as in
+        `SlotLedger.reserve`, before anything changes.
         """
-        reservation = self.reserve(seq_ids, new_tokens, num_steps)
+        reservation = self.reserve(seq_ids, new_tokens, num_steps, num_tentative)
         self.settle()
         return self.view(reservation, num_steps)
 
@@ -197,8 +226,11 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 reservation=reservation,
                 further_blocks=further,
                 places=self._places,
+                states=self.state_memories[index].view(reservation, num_steps) if self.state_memories else None,
             )
-            for device, blocks, further in zip(self.devices, self.blocks, self._further_blocks, strict=True)
+            for index, (device, blocks, further) in enumerate(
+                zip(self.devices, self.blocks, self._further_blocks, strict=True)
+            )
         ]
 
     def increment_cache_lengths(
@@ -218,6 +250,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 is_cache_empty=False,
                 max_seq_length=1,
                 max_cache_length=collection.max_cache_length + 1,
+                states=None if collection.states is None else collection.states.next_step(),
             )
             for collection in kv_cache_inputs
         ]
@@ -261,6 +294,9 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         for job in jobs:
             if isinstance(job, SlotCopy):
                 self._copy_blocks(job.source, job.target, job.num_tokens)
+            elif isinstance(job, StateCopy):
+                for states in self.state_memories:
+                    states.copy(job.source, job.target)
             else:
                 for memory in self.memories:
                     memory.clear(job.slot, job.start, job.end)
@@ -272,6 +308,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
             blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
 
 
-def _slot_bytes(params: KVCacheParams | Sequence[Kept], max_seq_len: int, num_layers: int) -> int:
-    """One slot on one device: its blocks, its length and its lookup entry."""
-    return CacheLayout.of(params, num_layers).slot_bytes(max_seq_len) + 2 * _INDEX_BYTES
+def _slot_bytes(layout: CacheLayout, max_seq_len: int, max_tentative: int) -> int:
+    """One slot on one device: its blocks, its length and its lookup entry, its state and its tentative inputs."""
+    state_bytes = 0 if layout.states is None else layout.states.slot_bytes(max_tentative)
+    return layout.slot_bytes(max_seq_len) + 2 * _INDEX_BYTES + state_bytes

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     if request.param is DenseMemory:
         monkeypatch.setattr(manager, "allocate_blocks", DenseMemory)
 
-    def make_cache(layers: Sequence[Kept] = LAYERS, devices: int = 1, **options: int) -> Manager:
+    def make_cache(layers: Sequence[Kept] = LAYERS, devices: int = 1, **options: Any) -> Manager:
         return Manager(layers, NUM_SLOTS, SLOT_LEN, len(layers), ["cpu"] * devices, **options)
 
     return make_cache

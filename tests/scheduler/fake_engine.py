@@ -13,7 +13,7 @@ from typing import Any, Self
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StepPlan
+from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.request_queue import RequestQueue
@@ -313,7 +313,7 @@ class FakeEngine(Driver):
             if isinstance(job, SlotCopy):
                 self._contents[job.target] = self._contents[job.source][: job.num_tokens]
                 copies.append(job)
-            else:
+            elif isinstance(job, Scrub):
                 del self._contents[job.slot][job.start :]
         return copies
 

@@ -1,0 +1,55 @@
+"""How far the recurrent state of each slot has come. Plain Python, no tensors; not thread-safe.
+
+A state cannot go back, so it stops before tokens that may be taken back. Their inputs are pending, and the next row of
+the slot applies those of them that count before its own (`num_replayed`):
+
+    tokens  |=========================|- - pending - -|
+            0                     position           reach
+
+A slot of `num_tokens` valid tokens can go on if they end between the two. Otherwise its state stands at 0 again, where
+it is zeros whatever the memory holds; one that holds tokens then needs the state of another row.
+"""
+
+
+class StateBooks:
+    """Positions and pending inputs of the live states, by slot."""
+
+    def __init__(self, num_slots: int, max_tentative: int) -> None:
+        """`max_tentative`: tokens at the end of a row that may be taken back."""
+        self.max_tentative = max_tentative
+        self._positions = [0] * num_slots
+        self._reaches = [0] * num_slots
+
+    def position(self, slot: int) -> int:
+        """Returns how many tokens the slot's state has taken."""
+        return self._positions[slot]
+
+    def reach(self, slot: int) -> int:
+        """Returns how many tokens it would have taken with all pending inputs."""
+        return self._reaches[slot]
+
+    def stand(self, slot: int, position: int, num_pending: int = 0) -> None:
+        """Records how many tokens the slot's state has taken, and how many inputs are pending after these."""
+        self._positions[slot], self._reaches[slot] = position, position + num_pending
+
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """Records that only the first `num_tokens` tokens of the slot count."""
+        if self._positions[slot] > num_tokens:
+            self.stand(slot, 0)
+        self._reaches[slot] = min(self._reaches[slot], num_tokens)
+
+    def num_replayed(self, slot: int, num_tokens: int) -> int:
+        """Returns how many pending inputs lead to `num_tokens` tokens. ValueError if the state cannot get there."""
+        position = self._positions[slot]
+        if not position <= num_tokens <= self._reaches[slot]:
+            raise ValueError(
+                f"slot {slot} cannot go on after {num_tokens} tokens: its state has taken {position}, and pending"
+                f" inputs reach to {self._reaches[slot]}"
+            )
+        return num_tokens - position
+
+    def check_tentative(self, slot: int, num_tentative: int, num_new: int, num_steps: int) -> None:
+        """ValueError if so many of a row's new tokens cannot be tentative."""
+        most = min(num_new, self.max_tentative) if num_steps == 1 else 0
+        if not 0 <= num_tentative <= most:
+            raise ValueError(f"slot {slot}: {num_tentative} of {num_new} new tokens cannot be tentative, {most} can")

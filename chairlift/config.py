@@ -25,6 +25,9 @@ Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, BeforeValidator(read_size), Field(ge=1)]
 """Bytes, as a number or as a text with a unit."""
 
+MAX_DRAFT = 16
+"""The most tokens of a row's guess that "auto" verifies."""
+
 
 class DType(StrEnum):
     """Number formats that weights and cache may have."""
@@ -171,6 +174,11 @@ class EngineConfig(BaseModel):
         description="share that the cache may take of the memory that is free beside the weights (on a GPU: beside the"
         " weights and what the largest step needs; CUDA graphs live in the rest)",
     )
+    state_snapshot_bytes: Annotated[int, BeforeValidator(read_size), Field(ge=0)] | Auto = Field(
+        "auto",
+        description="part of the cache's memory for recurrent states that later prompts go on from, in models that have"
+        " such states; auto: a quarter, and at most 256 states",
+    )
     enable_prefix_caching: bool = Field(
         True, description="reuse the keys and values of earlier prompts that begin with the same tokens"
     )
@@ -206,6 +214,9 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int
     cache_tokens: int = 0  # tokens that all slots together have memory for
+    state_snapshot_bytes: int
+    num_snapshots: int = 0  # recurrent states beside those of slots
+    max_tentative: int = 0  # tokens of a row that may be taken back, in models with recurrent states
     is_cache_elastic: bool = False  # memory is allocated as sequences grow, so not every slot can be full
     keeps_groups: bool = False  # weights that are stored in quantized groups are multiplied in that form
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size

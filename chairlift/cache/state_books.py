@@ -10,6 +10,10 @@ A slot of `num_tokens` valid tokens can go on if they end between the two. Other
 it is zeros whatever the memory holds; one that holds tokens then needs the state of another row.
 """
 
+PROMPT_TAIL = 8
+"""Tokens at the end of a prompt that its state takes with the next row only: what a chat template puts before an answer
+is often not in the next turn, so a state before it is good for more prompts than one behind it."""
+
 
 class StateBooks:
     """Positions and pending inputs of the live states, by slot."""

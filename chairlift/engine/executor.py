@@ -84,7 +84,7 @@ class Executor:
     def _make_runner(self, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape
         num_slots = self.config.num_slots + (recorder is not None)
-        self.cache = allocate_cache(shape.kept(self.config.dtype), num_slots, self.config)
+        self.cache = allocate_cache(shape.kept(self.config.dtype), shape.states(), num_slots, self.config)
         last_tokens = LastTokens(num_slots, device)
         if recorder is not None:
             self.graphs = self._make_graphs(recorder, last_tokens)

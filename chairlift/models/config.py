@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chairlift.cache.layout import CacheLayout, Kept
+from chairlift.cache.layout import CacheLayout, Kept, StateLayout, StateParams
 from chairlift.config import DType
 from chairlift.models.attention import AttentionConfig
 from chairlift.models.blocks import AttentionBlock, Block, Norms, Weight, weights_of_ends, weights_of_layer
@@ -73,8 +73,17 @@ class ModelShape:
         return sum(8 * table.head_dim for table in self.rope_tables)
 
     def kept(self, dtype: DType) -> list[Kept]:
-        """Declares by layer what a slot keeps of it."""
+        """Declares by layer the keys and values that a slot keeps of it."""
         return [_kept(layer, TORCH_DTYPES[dtype]) for layer in self.layers]
+
+    def states(self) -> list[StateParams | None]:
+        """Declares by layer the recurrent state that a slot keeps of it."""
+        return [_state(layer) for layer in self.layers]
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """The places and sizes of recurrent states; None if no layer has one."""
+        return StateLayout.of(self.states())
 
     def token_bytes(self, dtype: DType) -> int:
         """Counts the bytes that a slot keeps for each token."""
@@ -83,7 +92,7 @@ class ModelShape:
     @property
     def is_plain(self) -> bool:
         """True if all layers keep the same, so that the cache is a single tensor."""
-        return CacheLayout.of(self.kept(self.dtype), self.num_layers).is_plain
+        return CacheLayout.of(self.kept(self.dtype), self.num_layers, self.states()).is_plain
 
     @property
     def can_record(self) -> bool:
@@ -108,6 +117,12 @@ def _kept(layer: Layer, dtype: torch.dtype) -> Kept:
     kept = [each for block in layer if (each := block.kept(dtype)) is not None]
     assert len(kept) <= 1, "a slot keeps one thing of a layer"
     return kept[0] if kept else None
+
+
+def _state(layer: Layer) -> StateParams | None:
+    states = [each for block in layer if (each := block.state()) is not None]
+    assert len(states) <= 1, "a slot keeps one state of a layer"
+    return states[0] if states else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

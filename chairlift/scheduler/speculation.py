@@ -13,15 +13,12 @@ are not verified.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from chairlift.config import Auto
+from chairlift.config import MAX_DRAFT, Auto
 from chairlift.plan import StepPlan
 from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, Answers, Drafter, Guess, IndexBudget
 from chairlift.scheduler.next_step import NextStep
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.request import RequestState
-
-MAX_DRAFT = 16
-"""The most tokens of a row's guess that "auto" verifies."""
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _SLOWER_STEP, _QUICKER_STEP = 0.1, 0.3  # weight of the newest step in the average

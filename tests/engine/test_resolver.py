@@ -2,19 +2,20 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 
+from chairlift.cache.layout import StateParams
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
 from chairlift.errors import ConfigurationError
-from chairlift.models.blocks import AttentionBlock
+from chairlift.models.blocks import AttentionBlock, DenseMLPBlock
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 from tests.models.cpu.support import BASE
-from tests.support.shapes import Positions, positions_of, varied
+from tests.support.shapes import Positions, mlp_of, positions_of, varied
 
 GIB = 2**30
 F16, BF16, F32 = DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32
@@ -292,6 +293,87 @@ def test_a_token_takes_what_each_layer_keeps_of_it() -> None:
 def test_nothing_but_the_number_of_slots_changes() -> None:
     changes = {"max_batch_size": 32, "cache_tokens": 32 * 4096, "kv_cache_memory_bytes": 8 * GIB}
     assert refitted(10 * GIB) == resolved(GPU).model_copy(update=changes)
+
+
+# Recurrent states
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent(DenseMLPBlock):
+    """A block with a state of 256 KiB, and inputs of 16 KiB for each token."""
+
+    def state(self) -> StateParams | None:  # type: ignore[override]
+        return StateParams(2**16, 2**12)
+
+
+# 16 layers with keys and values of 2 KiB a token, 16 with a state: a slot's states take 4 MiB, and those of 8 tokens 2.
+MLP = mlp_of(MODEL)
+RECURRENT = Recurrent(**{each.name: getattr(MLP, each.name) for each in fields(MLP)})
+HYBRID = replace(MODEL, layers=MODEL.layers[:16] + ((RECURRENT,),) * 16)
+MIB = 2**20
+
+
+def with_states(machine: MachineFacts, mib: int, **config: Any) -> ResolvedConfig:
+    """In a cache of so much memory."""
+    asked = EngineConfig(kv_cache_memory_bytes=mib * MIB, **config)
+    return resolve(asked, HYBRID, NUM_PARAMETERS, machine, lambda *_: None)
+
+
+def test_a_quarter_of_the_cache_is_for_snapshots_and_at_most_half_of_the_rest_for_the_states_of_slots() -> None:
+    ready = with_states(CPU, 1024)
+    assert (ready.max_tentative, ready.num_snapshots, ready.state_snapshot_bytes) == (8, 64, 256 * MIB)
+    assert (ready.max_batch_size, ready.cache_tokens) == (32, (768 - 32 * 6) * MIB // 2**15)
+    small = with_states(CPU, 64)
+    assert (small.num_snapshots, small.max_batch_size, small.cache_tokens) == (4, 4, 24 * MIB // 2**15)
+
+
+def test_slots_that_are_allocated_at_once_take_their_states_beside_their_tokens() -> None:
+    ready = with_states(GPU, 1024, max_seq_len=256)  # of 8 MiB
+    assert (ready.num_snapshots, ready.max_batch_size) == (64, 768 // 14)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_snapshots", "num_bytes"),
+    [
+        ({"state_snapshot_bytes": "9MiB"}, 2, 8 * MIB),
+        ({"state_snapshot_bytes": 0}, 0, 0),
+        ({"state_snapshot_bytes": "9MiB", "enable_prefix_caching": False}, 0, 0),
+        ({"max_batch_size": 8}, 256, 1024 * MIB),
+    ],
+)
+def test_snapshots_take_what_is_asked_for_in_whole_states(
+    config: dict[str, Any], num_snapshots: int, num_bytes: int
+) -> None:
+    ready = with_states(CPU, 8192, **config)
+    assert (ready.num_snapshots, ready.state_snapshot_bytes) == (num_snapshots, num_bytes)
+
+
+def test_a_guess_and_the_token_before_it_may_be_taken_back() -> None:
+    guessing: dict[str, Any] = {"speculation": "ngram", "attention_backend": "cpu"}
+    assert with_states(CPU, 1024, **guessing).max_tentative == 17
+    assert with_states(CPU, 1024, **guessing, num_speculative_tokens=40).max_tentative == 41
+    assert resolved(CPU, **guessing).max_tentative == 0
+
+
+@pytest.mark.parametrize(
+    ("mib", "config", "said"),
+    [
+        (64, {"state_snapshot_bytes": "64MiB"}, "state_snapshot_bytes is 64.00 MiB, and the cache may take 64.00 MiB"),
+        (
+            *(64, {"max_batch_size": 8}),
+            "a sequence of 1 tokens beside the states of 8 slots: that is 50.00 MiB, and 48.00 MiB may be used"
+            " (kv_cache_memory_bytes); lower max_seq_len or max_batch_size",
+        ),
+    ],
+)
+def test_states_without_room_are_refused(mib: int, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        with_states(CPU, mib, **config)
+
+
+def test_snapshots_of_a_model_without_states_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="state_snapshot_bytes: no layer of this model has a recurrent state"):
+        resolved(CPU, state_snapshot_bytes=GIB)
 
 
 @pytest.mark.parametrize("free_bytes", [GIB // 4, 0, -GIB])

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
-from chairlift.cache.layout import Kept
+from chairlift.cache.layout import Kept, StateParams
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.device import on_device
@@ -202,16 +202,19 @@ def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig) -> int:
     return num_free_bytes - num_step_bytes
 
 
-def allocate_cache(kept: Sequence[Kept], num_slots: int, config: ResolvedConfig) -> ContinuousBatchingKVCacheManager:
+def allocate_cache(
+    kept: Sequence[Kept], states: Sequence[StateParams | None], num_slots: int, config: ResolvedConfig
+) -> ContinuousBatchingKVCacheManager:
     """The cache of a resolved configuration. `ConfigurationError` if there is no memory for it.
 
-    `kept`: what a slot keeps of each layer.
+    `kept`, `states`: what a slot keeps of each layer.
     """
     slot_len, num_layers, devices = config.slot_len, len(kept), [config.device]
-    size = ContinuousBatchingKVCacheManager.estimated_memory_size(kept, num_slots, slot_len, num_layers, devices)
+    rows = states, config.num_snapshots, config.max_tentative
+    size = ContinuousBatchingKVCacheManager.estimated_memory_size(kept, num_slots, slot_len, num_layers, devices, *rows)
     max_tokens = config.cache_tokens if config.is_cache_elastic else None
     try:
-        cache = ContinuousBatchingKVCacheManager(kept, num_slots, slot_len, num_layers, devices, max_tokens)
+        cache = ContinuousBatchingKVCacheManager(kept, num_slots, slot_len, num_layers, devices, max_tokens, *rows)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
         raise ConfigurationError(
             f"allocating {sized(size)} of cache failed; lower max_batch_size or max_seq_len"
@@ -219,6 +222,9 @@ def allocate_cache(kept: Sequence[Kept], num_slots: int, config: ResolvedConfig)
     num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
     how = "at once" if max_tokens is None else "as it is used"
     logger.info("cache: %d slots of %d tokens, %s taken %s", num_slots, slot_len, sized(num_bytes), how)
+    layout = cache.layout.states
+    if layout is not None:
+        logger.info("recurrent states: %s each, and room for %d more", sized(layout.row_bytes), config.num_snapshots)
     return cache
 
 

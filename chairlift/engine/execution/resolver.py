@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chairlift.cache.budget import CHUNK_TOKENS
-from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
+from chairlift.cache.layout import StateLayout
+from chairlift.cache.state_books import PROMPT_TAIL
+from chairlift.config import MAX_DRAFT, AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
 from chairlift.errors import ConfigurationError, sized
 from chairlift.models.attention.flash import PAGE_SIZE
 from chairlift.models.config import ModelShape
@@ -15,6 +17,8 @@ MAX_AUTO_SEQ_LEN_GPU = 4096  # every slot takes memory for so many tokens there,
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, but delay requests and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
+AUTO_SNAPSHOTS_SHARE, MAX_AUTO_SNAPSHOTS = 4, 256  # of the cache's memory, one part in so many
+_SLOT_STATES_SHARE = 2  # one part in so many of the rest, at most, goes to the states of slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ def resolve(
         "keeps_groups": keeps_groups,
         "is_cache_elastic": machine.has_elastic_memory,
         "kv_cache_memory_bytes": _or_default(config.kv_cache_memory_bytes, 1),  # "auto" is decided with the slots
+        "state_snapshot_bytes": _or_default(config.state_snapshot_bytes, 0),  # likewise
+        "max_tentative": 0 if model.state_layout is None else _most_tentative(config),
         "max_steps_per_launch": _or_default(
             config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
         ),
@@ -167,33 +173,64 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
         raise ConfigurationError(
             f"kv_cache_memory_bytes is {sized(given)}, and {sized(free_bytes)} are free beside the weights; lower it"
         )
+    states = model.state_layout
+    if states is None and config.state_snapshot_bytes not in ("auto", 0):
+        raise ConfigurationError("state_snapshot_bytes: no layer of this model has a recurrent state; leave it out")
     auto_origin = f"{resolved.memory_fraction:.0%} of the {sized(max(0, free_bytes))} that are free beside the weights"
+    num_bytes = _or_default(given, int(max(0, free_bytes) * resolved.memory_fraction))
+    num_snapshots = 0 if states is None else _count_snapshots(config, states, num_bytes)
+    snapshot_bytes = 0 if states is None else num_snapshots * states.row_bytes
     memory = _Memory(
-        num_bytes=_or_default(given, int(max(0, free_bytes) * resolved.memory_fraction)),
+        num_bytes=num_bytes - snapshot_bytes,
         token_bytes=model.token_bytes(resolved.dtype),
+        slot_bytes=0 if states is None else states.slot_bytes(resolved.max_tentative),
         origin=auto_origin if given == "auto" else "kv_cache_memory_bytes",
     )
     fit = _fit_elastic_slots if resolved.is_cache_elastic else _fit_full_slots
-    return resolved.model_copy(update={"kv_cache_memory_bytes": memory.num_bytes, **fit(config, resolved, memory)})
+    decided = {"kv_cache_memory_bytes": num_bytes, **fit(config, resolved, memory)}
+    if states is not None:
+        decided |= {"state_snapshot_bytes": snapshot_bytes, "num_snapshots": num_snapshots}
+    return resolved.model_copy(update=decided)
+
+
+def _most_tentative(config: EngineConfig) -> int:
+    """The most tokens of a row that may be taken back: a prompt's end, or a guess and the token before it."""
+    num_guessed = 0 if config.speculation is None else _or_default(config.num_speculative_tokens, MAX_DRAFT)
+    return max(PROMPT_TAIL, 1 + num_guessed)
+
+
+def _count_snapshots(config: EngineConfig, states: StateLayout, num_bytes: int) -> int:
+    """The number of recurrent states to keep beside those of slots, in a cache of `num_bytes`."""
+    if not config.enable_prefix_caching:
+        return 0
+    given = config.state_snapshot_bytes
+    if given == "auto":
+        return min(num_bytes // AUTO_SNAPSHOTS_SHARE // states.row_bytes, MAX_AUTO_SNAPSHOTS)
+    if given >= num_bytes:
+        raise ConfigurationError(
+            f"state_snapshot_bytes is {sized(given)}, and the cache may take {sized(num_bytes)}; lower it"
+        )
+    return given // states.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Memory that the cache may take."""
+    """Memory that the slots may take."""
 
     num_bytes: int
     token_bytes: int
+    slot_bytes: int  # of each slot, however many tokens it holds
     origin: str  # of the number, for messages
 
-    @property
-    def num_tokens(self) -> int:
-        """In whole chunks."""
-        return self.num_bytes // self.token_bytes // CHUNK_TOKENS * CHUNK_TOKENS
+    def num_tokens(self, num_slots: int) -> int:
+        """In whole chunks, beside what so many slots take in any case."""
+        return max(0, self.num_bytes - num_slots * self.slot_bytes) // self.token_bytes // CHUNK_TOKENS * CHUNK_TOKENS
 
-    def refusal(self, what: str, num_tokens: int, advice: str) -> ConfigurationError:
-        """The error that there is no memory for `what`, which takes `num_tokens` tokens."""
+    def refusal(self, what: str, num_slots: int, num_tokens: int, advice: str) -> ConfigurationError:
+        """The error that there is no memory for `what`: so many slots, and tokens in all of them together."""
+        wanted = num_slots * self.slot_bytes + num_tokens * self.token_bytes
         return ConfigurationError(
-            f"there is no room for {what}: that is {sized(num_tokens * self.token_bytes)}, and {sized(self.num_bytes)}"
+            f"there is no room for {what}: that is {sized(wanted)}, and {sized(self.num_bytes)}"
             f" may be used ({self.origin}); {advice}"
         )
 
@@ -201,12 +238,13 @@ class _Memory:
 def _fit_full_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Memory) -> dict[str, int]:
     """Every slot has memory for its longest sequence."""
     num_spare = resolved.num_slots - resolved.max_batch_size
-    num_fitting = memory.num_bytes // (resolved.slot_len * memory.token_bytes) - num_spare
+    num_fitting = memory.num_bytes // (resolved.slot_len * memory.token_bytes + memory.slot_bytes) - num_spare
     wanted = _or_default(config.max_batch_size, max(1, min(num_fitting, resolved.max_batch_size)))
     if wanted > num_fitting:
         spare = f" and {num_spare} spare" if num_spare else ""
         raise memory.refusal(
             f"{wanted}{spare} {'slot' if wanted == 1 else 'slots'} of {resolved.slot_len} tokens",
+            wanted + num_spare,
             (wanted + num_spare) * resolved.slot_len,
             f"lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}",
         )
@@ -215,15 +253,24 @@ def _fit_full_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Mem
 
 def _fit_elastic_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Memory) -> dict[str, int]:
     """One sequence may take all memory, but every slot can have a chunk of it."""
-    num_tokens, num_spare = memory.num_tokens, resolved.num_slots - resolved.max_batch_size
+    num_spare = resolved.num_slots - resolved.max_batch_size
+    most = resolved.max_batch_size
+    if memory.slot_bytes:
+        most = max(1, min(most, memory.num_bytes // _SLOT_STATES_SHARE // memory.slot_bytes - num_spare))
+    num_asked = _or_default(config.max_batch_size, most) + num_spare
+    num_tokens = memory.num_tokens(num_asked)
     longest = resolved.max_seq_len if config.max_seq_len != "auto" else min(resolved.max_seq_len, num_tokens)
     if longest > num_tokens or not num_tokens:
-        raise memory.refusal(f"a sequence of {max(longest, 1)} tokens", max(longest, CHUNK_TOKENS), "lower max_seq_len")
+        what, advice = f"a sequence of {max(longest, 1)} tokens", "lower max_seq_len"
+        if memory.slot_bytes:
+            what, advice = f"{what} beside the states of {num_asked} slots", f"{advice} or max_batch_size"
+        raise memory.refusal(what, num_asked, max(longest, CHUNK_TOKENS), advice)
     num_fitting = max(1, num_tokens // CHUNK_TOKENS - num_spare)
-    wanted = _or_default(config.max_batch_size, min(num_fitting, resolved.max_batch_size))
+    wanted = _or_default(config.max_batch_size, min(num_fitting, most))
     if wanted > num_fitting:
         raise memory.refusal(
             f"{wanted} slots of at least {CHUNK_TOKENS} tokens",
+            wanted + num_spare,
             (wanted + num_spare) * CHUNK_TOKENS,
             "lower max_batch_size or raise kv_cache_memory_bytes",
         )

@@ -64,11 +64,14 @@ class Launch:
     outputs: _Outputs | None  # None: it ran out of memory
     arrival: Arrival
     begin: float  # `time.perf_counter()` at its beginning
+    is_repeatable: bool = True  # its rows can be computed again; False: they have recurrent states, which have moved on
 
     def wait(self) -> list[RowResult]:
         """Waits for the end of the launch; results by row of the plan. Raises the device's error, if any."""
         self.arrival.wait()
-        return _results_without_memory(self.plan) if self.outputs is None else _results_by_row(self.plan, self.outputs)
+        if self.outputs is not None:
+            return _results_by_row(self.plan, self.outputs)
+        return _results_without_memory(self.plan, is_repeatable=self.is_repeatable)
 
 
 class ModelRunner:
@@ -108,7 +111,7 @@ class ModelRunner:
             outputs = self._try(plan)
             if outputs is None:  # everything that it allocated is free by now
                 torch.cuda.empty_cache()
-            return Launch(plan, outputs, Arrival.mark(self._device), begin)
+            return Launch(plan, outputs, Arrival.mark(self._device), begin, self._cache.states is None)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, places: slice) -> torch.Tensor:
@@ -286,10 +289,10 @@ def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> 
         result.is_late = place in masks.late
 
 
-def _results_without_memory(plan: StepPlan) -> list[RowResult]:
+def _results_without_memory(plan: StepPlan, *, is_repeatable: bool) -> list[RowResult]:
     """Decode rows are computed again without the others, which end with an error; so do all if there are no others."""
     failed = RowResult(error=_NO_MEMORY, has_bad_surplus=True)
-    num_repeated = 0 if plan.is_decode else plan.num_decode_rows
+    num_repeated = plan.num_decode_rows if is_repeatable and not plan.is_decode else 0
     return [
         RowResult(is_late=True) if index < num_repeated and not row.guess else failed
         for index, row in enumerate(plan.rows)

@@ -87,6 +87,9 @@ class AttentionBlock:
     def kept(self, dtype: torch.dtype) -> KVCacheParams:
         return KVCacheParams(dtype, self.num_kv_heads, self.head_dim)
 
+    def state(self) -> None:
+        return None
+
     def native_shape(self) -> dict[str, float]:
         return {
             "num_heads": self.num_heads,

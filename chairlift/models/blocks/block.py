@@ -5,7 +5,8 @@ the others go through these two.
 
     weights           the loader, for Hugging Face's names; GGUF files, for llama.cpp's; ranks, for how each is cut
     divide            ranks, for the part that each computes
-    kept              the cache, for what a slot keeps of the layer
+    kept              the cache, for the keys and values that a slot keeps of the layer
+    state             the cache, for the recurrent state that a slot keeps of it
     native_shape      the native code, for what all layers must have in common
     pack              the native code, for the layer's weights
 """
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import nn
 
-from chairlift.cache.layout import Kept
+from chairlift.cache.layout import Kept, StateParams
 from chairlift.models.attention import Attend
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.rotary import RopeTable
@@ -125,6 +126,10 @@ class Block(Protocol):
 
     def kept(self, dtype: torch.dtype) -> Kept:
         """Declares what a slot keeps of it, in a model that computes in that format."""
+        ...
+
+    def state(self) -> StateParams | None:
+        """Declares the recurrent state that a slot keeps of it; None: it has none."""
         ...
 
     def native_shape(self) -> dict[str, float]:

@@ -57,6 +57,9 @@ class DenseMLPBlock:
     def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
         return None
 
+    def state(self) -> None:
+        return None
+
     def native_shape(self) -> dict[str, float]:
         return {"intermediate": self.intermediate_size, "is_gelu": self.activation is Activation.GELU_TANH}
 

@@ -132,6 +132,6 @@ def event(name: str, token_ids: list[int], finish: FinishReason | None = None, s
 def resolved_config(model: Path | str, **changes: Any) -> ResolvedConfig:
     """Slots of 64 tokens on the CPU."""
     sizes = {"max_batch_size": 4, "max_seq_len": 64, "max_num_batched_tokens": 64, "max_steps_per_launch": 1}
-    memory: dict[str, Any] = {**sizes, "kv_cache_memory_bytes": 2**20}
+    memory: dict[str, Any] = {**sizes, "kv_cache_memory_bytes": 2**20, "state_snapshot_bytes": 0}
     kinds = {"device": "cpu", "dtype": DType.FLOAT32, "attention_backend": AttentionBackend.TORCH}
     return ResolvedConfig(model=str(model), **{**memory, **kinds, **changes})

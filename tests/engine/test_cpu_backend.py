@@ -87,12 +87,12 @@ def test_a_slot_that_is_rounded_up_to_whole_pages_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_checkpoint(tmp_path)
-    caplog.set_level(logging.INFO, logger="chairlift.models")
+    caplog.set_level(logging.INFO, logger="chairlift.models.backends")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     paged = {"max_seq_len": 300, "page_size": 256, "attention_backend": AttentionBackend.FLASH_ATTN}
     with flash_attn_reference.installed():
         load_forward(open_checkpoint(str(tmp_path)), resolved_config(tmp_path, **paged))
-    assert [record.message for record in caplog.records if record.name == "chairlift.models"] == [
+    assert [record.message for record in caplog.records if record.name == "chairlift.models.backends"] == [
         "max_seq_len 300: slots have memory for 512 tokens, since flash_attn reads them in pages",
         "attention: FlashAttnBackend on cpu",
     ]

@@ -12,8 +12,8 @@ from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization
 from chairlift.engine.core import EngineCore
 from chairlift.errors import CheckpointError, ConfigurationError, sized
-from chairlift.models import TorchForward, cpu, load_forward, load_model, open_checkpoint
-from chairlift.models.cpu import CpuDecoder, load_library
+from chairlift.models import TorchForward, load_forward, load_model, open_checkpoint
+from chairlift.models.cpu import CpuDecoder, decoder, load_library
 from chairlift.models.loader import count_parameters
 from tests.engine.support import resolved_config
 from tests.support import flash_attn_reference
@@ -41,7 +41,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "load_library", load_library.__wrapped__)
+    monkeypatch.setattr(decoder, "load_library", load_library.__wrapped__)
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
 

@@ -19,14 +19,12 @@ from chairlift.models import (
     InvariantForward,
     PiecewiseForward,
     TorchForward,
-    find_obstacle,
     load_backend,
     load_model,
 )
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
-from chairlift.models.blocks import Activation, AttentionBlock, Block, DenseMLPBlock, QKNorm
-from chairlift.models.cpu import CpuDecoder
+from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, QKNorm
 from chairlift.models.decoder import Decoder
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from chairlift.models.rotary import RopeConfig
@@ -110,24 +108,6 @@ def test_cuda_graphs_and_ragged_kernels_are_for_layers_that_keep_the_same() -> N
     uncapped = replace(MIXED, layers=LAYERS[:3])
     backend = load_backend(AttentionBackend.TORCH, uncapped, torch.bfloat16, torch.device("cuda"))
     assert isinstance(backend, TorchBackend)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "fields"),
-    [
-        ((replace(WIDE, head_dim=64), SILU), "head_dim"),
-        ((replace(WIDE, head_dim=32, num_heads=8, scale=0.2), SILU), "attention_scale, num_heads"),
-        ((replace(WIDE, head_dim=32, num_kv_heads=4), GELU), "intermediate, is_gelu, num_kv_heads"),
-        ((replace(WIDE, head_dim=32),), "intermediate, is_gelu"),
-    ],
-)
-def test_native_code_names_the_fields_in_which_layers_differ(blocks: tuple[Block, ...], fields: str) -> None:
-    config = replace(MIXED, layers=((replace(WIDE, head_dim=32), SILU), blocks))
-    reason = f"layers must be alike, and .* differ in {fields}"
-    with pytest.raises(ValueError, match=reason):
-        CpuDecoder(make_model(config), SLOT_LEN)
-    obstacle = find_obstacle(AttentionBackend.CPU, config, DType.FLOAT32, "cpu")
-    assert obstacle == f"its layers must be alike, and this model's differ in {fields}"
 
 
 # In pieces

@@ -15,7 +15,7 @@ from chairlift.models.blocks.block import (
 )
 from chairlift.models.blocks.dense_mlp import Activation, DenseMLPBlock, GatedMLP
 from chairlift.models.blocks.ends import EMBEDDING, HEAD, weights_of_ends
-from chairlift.models.blocks.layer import DecoderLayer, Norms, Residual, weights_of_layer
+from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 
 __all__ = [
     "EMBEDDING",
@@ -30,6 +30,7 @@ __all__ = [
     "DenseMLPBlock",
     "GatedMLP",
     "Norms",
+    "PackedSublayer",
     "Packer",
     "Part",
     "Pass",

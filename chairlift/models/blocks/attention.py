@@ -31,6 +31,7 @@ class AttentionBlock:
 
     name: ClassVar[str] = "self_attn"
     role: ClassVar[str] = "attention"
+    native: ClassVar[str | None] = "attention"
 
     num_heads: int
     num_kv_heads: int
@@ -90,16 +91,6 @@ class AttentionBlock:
     def state(self) -> None:
         return None
 
-    def native_shape(self) -> dict[str, float]:
-        return {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "attention_scale": self.scale,
-            "attention_softcap": self.softcap or 0.0,
-            "are_heads_normed_as_one": self.qk_norm is QKNorm.ALL_HEADS,
-        }
-
 
 class SelfAttention(BlockModule):
     """Projections around `attend`; queries and keys are normalised and rotated in between, if the block says so."""
@@ -137,6 +128,7 @@ class SelfAttention(BlockModule):
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:
+        block, place = self.block, packer.place(self.layer_idx)
         rotation = None if self._table is None else packer.rotation(self._table)
         arrange = partial(
             arrange_heads,
@@ -150,7 +142,15 @@ class SelfAttention(BlockModule):
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
             "rope": None if rotation is None else rotation.address,
-            "window": min(self.block.window or _ALL_KEYS, _ALL_KEYS),
+            "num_heads": block.num_heads,
+            "num_kv_heads": block.num_kv_heads,
+            "head_dim": block.head_dim,
+            "window": min(block.window or _ALL_KEYS, _ALL_KEYS),
+            "are_heads_normed_as_one": block.qk_norm is QKNorm.ALL_HEADS,
+            "group": place.group,
+            "plane": place.plane,
+            "scale": block.scale,
+            "softcap": block.softcap or 0.0,
         }
 
 

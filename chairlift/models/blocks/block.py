@@ -7,8 +7,8 @@ the others go through these two.
     divide            ranks, for the part that each computes
     kept              the cache, for the keys and values that a slot keeps of the layer
     state             the cache, for the recurrent state that a slot keeps of it
-    native_shape      the native code, for what all layers must have in common
-    pack              the native code, for the layer's weights
+    native            the native code, for the kind of its structure there
+    pack              the native code, for what that structure holds: weights, and the shape that they have
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import nn
 
-from chairlift.cache.layout import Kept, StateParams
+from chairlift.cache.layout import Kept, Place, StateParams
 from chairlift.models.attention import Attend
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.rotary import RopeTable
@@ -98,7 +98,7 @@ class BlockModule(nn.Module):
         raise NotImplementedError
 
     def pack(self, packer: "Packer") -> dict[str, object]:
-        """Takes the weights out of the module; returns the fields of `csrc/model.h`'s `Layer` that are this block's."""
+        """Takes the weights out of the module; returns the fields of its structure in `csrc/model.h`."""
         raise NotImplementedError
 
 
@@ -107,6 +107,7 @@ class Block(Protocol):
 
     name: ClassVar[str]  # of its module in a layer, as Hugging Face's tensors have it
     role: ClassVar[str]  # in the names of the norms around it: attention or mlp
+    native: ClassVar[str | None]  # its kind in `cpu/structures.py`; None: there is no native code for it
 
     def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> BlockModule:
         """The module, without weights."""
@@ -130,10 +131,6 @@ class Block(Protocol):
 
     def state(self) -> StateParams | None:
         """Declares the recurrent state that a slot keeps of it; None: it has none."""
-        ...
-
-    def native_shape(self) -> dict[str, float]:
-        """The fields of `csrc/model.h`'s `Model` that it decides, and in which layers must not differ."""
         ...
 
 
@@ -160,4 +157,8 @@ class Packer(Protocol):
 
     def rotation(self, table: RopeTable) -> Rotation:
         """The table of that key."""
+        ...
+
+    def place(self, layer_idx: int) -> Place:
+        """Locates the layer's keys and values in the cache."""
         ...

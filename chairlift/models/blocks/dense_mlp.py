@@ -27,6 +27,7 @@ class DenseMLPBlock:
 
     name: ClassVar[str] = "mlp"
     role: ClassVar[str] = "mlp"
+    native: ClassVar[str | None] = "dense_mlp"
 
     intermediate_size: int
     activation: Activation = Activation.SILU
@@ -60,15 +61,13 @@ class DenseMLPBlock:
     def state(self) -> None:
         return None
 
-    def native_shape(self) -> dict[str, float]:
-        return {"intermediate": self.intermediate_size, "is_gelu": self.activation is Activation.GELU_TANH}
-
 
 class GatedMLP(BlockModule):
     """down(act(gate(x)) * up(x)), gate and up as one product (Shazeer 2020)."""
 
     def __init__(self, block: DenseMLPBlock, hidden_size: int) -> None:
         super().__init__()
+        self.block = block
         self.gate_up_proj = Linear(hidden_size, 2 * block.intermediate_size, bias=block.has_bias)
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
         self._multiply = _silu_mul if block.activation is Activation.SILU else _gelu_tanh_mul
@@ -82,6 +81,8 @@ class GatedMLP(BlockModule):
         return {
             "gate_up": packer.matrix(self.gate_up_proj, partial(interleave, lanes=packer.lanes)),
             "down": packer.matrix(self.down_proj),
+            "intermediate": self.block.intermediate_size,
+            "is_gelu": self.block.activation is Activation.GELU_TANH,
         }
 
 

@@ -58,6 +58,15 @@ class Residual(NamedTuple):
     delta: torch.Tensor  # of the last block
 
 
+class PackedSublayer(NamedTuple):
+    """Holds what the native code is given of a block and the norms around it: its fields, and their addresses."""
+
+    kind: str | None  # see `Block.native`
+    fields: dict[str, object]
+    pre_norm: int | None
+    post_norm: int | None
+
+
 @dataclass(slots=True)
 class _Normed:
     """A block between its norms."""
@@ -65,6 +74,7 @@ class _Normed:
     pre: RMSNorm | None
     block: BlockModule
     post: RMSNorm | None
+    native: str | None
 
 
 class DecoderLayer(nn.Module):
@@ -90,7 +100,12 @@ class DecoderLayer(nn.Module):
                 self._norms[name] = make_norm(hidden_size)
                 self.add_module(name, self._norms[name])
         self._blocks = [
-            _Normed(self._norms.get(f"pre_{each.role}_norm"), module, self._norms.get(f"post_{each.role}_norm"))
+            _Normed(
+                self._norms.get(f"pre_{each.role}_norm"),
+                module,
+                self._norms.get(f"post_{each.role}_norm"),
+                each.native,
+            )
             for each, module in zip(blocks, modules, strict=True)
         ]
         self._residual_scale = residual_scale
@@ -103,12 +118,12 @@ class DecoderLayer(nn.Module):
             delta = self._leave(each.post, each.block(entering, now))
         return Residual(x, delta)
 
-    def pack(self, packer: Packer) -> dict[str, object]:
-        """Takes the weights out; returns the fields of `csrc/model.h`'s `Layer`."""
-        fields: dict[str, object] = {}
-        for each in self._blocks:
-            fields |= each.block.pack(packer)
-        return fields | {name: packer.norm(norm) for name, norm in self._norms.items()}
+    def pack(self, packer: Packer) -> list[PackedSublayer]:
+        """Takes the weights out, block by block."""
+        return [
+            PackedSublayer(each.native, each.block.pack(packer), packer.norm(each.pre), packer.norm(each.post))
+            for each in self._blocks
+        ]
 
     def _leave(self, norm: RMSNorm | None, delta: torch.Tensor) -> torch.Tensor:
         delta = delta if norm is None else norm(delta)

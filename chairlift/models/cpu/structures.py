@@ -3,6 +3,8 @@
 import ctypes
 from ctypes import POINTER, c_double, c_int64, c_void_p
 
+import torch
+
 
 class Matrix(ctypes.Structure):
     _fields_ = [
@@ -15,45 +17,88 @@ class Matrix(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class AttentionBlock(ctypes.Structure):
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
+        *((name, Matrix) for name in ("qkv", "out")),
         *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "group", "plane")),
+        *((name, c_double) for name in ("scale", "softcap")),
+    ]
+
+
+class DenseMLPBlock(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("gate_up", "down")),
+        *((name, c_int64) for name in ("intermediate", "is_gelu")),
+    ]
+
+
+BLOCKS: dict[str, type[ctypes.Structure]] = {"attention": AttentionBlock, "dense_mlp": DenseMLPBlock}
+"""The kinds of blocks, as `Block.native` names them, in the order in which a sublayer has pointers to them."""
+
+
+class Sublayer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("pre_norm", "post_norm")),
+        *((name, POINTER(structure)) for name, structure in BLOCKS.items()),
     ]
 
 
 class Model(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("intermediate", "vocab", "is_gelu", "are_heads_normed_as_one")),
-        *((name, c_double) for name in ("eps", "attention_scale", "embedding_scale", "residual_scale")),
-        *((name, c_double) for name in ("logits_scale", "attention_softcap", "logits_softcap")),
-        ("layers", POINTER(Layer)),
+        *((name, c_int64) for name in ("hidden", "vocab")),
+        *((name, c_double) for name in ("eps", "embedding_scale", "residual_scale", "logits_scale", "logits_softcap")),
+        ("num_sublayers", c_int64),
+        ("sublayers", POINTER(Sublayer)),
         *((name, c_void_p) for name in ("final_norm", "embedding")),
         ("head", Matrix),
     ]
 
 
-class Batch(ctypes.Structure):
+class CacheGroup(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_tokens")),
-        *((name, c_void_p) for name in ("input_ids", "row_offsets", "slots", "cache_lengths")),
-        *((name, c_void_p) for name in ("common_slots", "common_lengths", "blocks")),
-        *((name, c_int64) for name in ("slot_stride", "value_offset", "layer_stride", "token_stride")),
+        ("blocks", c_void_p),
+        *((name, c_int64) for name in ("slot_stride", "value_offset", "plane_stride", "token_stride")),
     ]
 
 
-_STRUCTURES = (Matrix, Layer, Model, Batch)  # in the order in which `chairlift_start` tells their sizes
+class Batch(ctypes.Structure):
+    sources: tuple[object, ...] = ()  # own what it points to
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_tokens")),
+        *((name, c_void_p) for name in ("input_ids", "row_offsets", "slots", "cache_lengths")),
+        *((name, c_void_p) for name in ("common_slots", "common_lengths")),
+        ("num_groups", c_int64),
+        ("groups", POINTER(CacheGroup)),
+    ]
+
+
+class Piece(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_first", "first_sublayer", "num_sublayers")),
+        *((name, c_void_p) for name in ("residual", "hidden")),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, Model, CacheGroup, Batch, Piece)
+"""All of them, in the order in which `chairlift_start` tells their sizes."""
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """The address of a dense tensor's elements; None for None."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "the kernels know nothing of strides"
+    return tensor.data_ptr()
 
 
 def start(library: ctypes.CDLL) -> str | None:
     """Prepares this process for a library of kernels. The reason if it cannot be used here; None if it can."""
-    told = (c_int64 * len(_STRUCTURES))()
+    told = (c_int64 * len(STRUCTURES))()
     if library.chairlift_start(told):
         return "the system does not let this process use these instructions"
-    sizes = [ctypes.sizeof(each) for each in _STRUCTURES]
+    sizes = [ctypes.sizeof(each) for each in STRUCTURES]
     if list(told) != sizes:
         return f"its structures have {list(told)} bytes, and those of this version {sizes}; install both anew"
     return None

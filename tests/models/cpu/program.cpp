@@ -1,5 +1,5 @@
 // One call of the kernels' C interface, for where there is no Python to make it. The call and the memory it is about come
-// on the standard input; what it returns, its output and the slots, in which it may have written, go to the other.
+// on the standard input; what it returns, and the memory in which it may have written, go to the other.
 // With an argument: what Linux says that the processor has.
 #include <sys/auxv.h>
 
@@ -11,16 +11,17 @@
 
 extern "C" {
 int chairlift_start(int64_t* sizes);
-int64_t chairlift_forward(const void* model, const void* batch, int format, void* hidden, void* workspace, int threads);
+int64_t chairlift_forward(const void* model, const void* batch, const void* piece, int format, void* workspace,
+                          int threads);
 int64_t chairlift_logits(const void* model, const void* hidden, int64_t num_rows, int format, float* out,
                          void* workspace, int threads);
 }
 
 struct Call {  // as in standalone.py
-    int64_t num_regions, num_pointers;
-    int64_t model, input, num_rows;  // num_rows 0: a forward pass, whose input is a batch
-    int64_t format, output_bytes, num_threads;
-    int64_t slots, slots_bytes;
+    int64_t num_regions, num_pointers, num_outputs;
+    int64_t model, input, piece;
+    int64_t num_rows, logits;  // num_rows 0: a forward pass, whose input is a batch
+    int64_t format, num_threads;
 };
 
 struct Region {
@@ -40,7 +41,7 @@ static char* allocate(int64_t size) {  // exactly as much, for sanitizers; what 
 
 int main(int count, char**) {
     if (count > 1) return printf("%lu %lu\n", getauxval(AT_HWCAP), getauxval(AT_HWCAP2)) < 0;
-    int64_t sizes[4];
+    int64_t sizes[64];  // more than there are
     if (chairlift_start(sizes)) abort();
     Call call;
     read_all(&call, sizeof call);
@@ -64,19 +65,23 @@ int main(int count, char**) {
         const char* pointer = find(target);
         memcpy(find(place), &pointer, sizeof pointer);
     }
-    char *output = allocate(call.output_bytes), *workspace = nullptr;
     const void *model = find(call.model), *input = find(call.input);
+    char* workspace = nullptr;
     const auto run = [&] {
         const int format = int(call.format), threads = int(call.num_threads);
-        return call.num_rows ? chairlift_logits(model, input, call.num_rows, format, reinterpret_cast<float*>(output),
-                                                workspace, threads)
-                             : chairlift_forward(model, input, format, output, workspace, threads);
+        if (!call.num_rows) return chairlift_forward(model, input, find(call.piece), format, workspace, threads);
+        float* logits = reinterpret_cast<float*>(find(call.logits));
+        return chairlift_logits(model, input, call.num_rows, format, logits, workspace, threads);
     };
     workspace = allocate(run());
     const int64_t result = run();
     fwrite(&result, sizeof result, 1, stdout);
-    fwrite(output, 1, size_t(call.output_bytes), stdout);
-    fwrite(find(call.slots), 1, size_t(call.slots_bytes), stdout);
+    for (int64_t i = 0; i < call.num_outputs; i++) {
+        int64_t place, size;
+        read_all(&place, sizeof place);
+        read_all(&size, sizeof size);
+        fwrite(find(place), 1, size_t(size), stdout);
+    }
     for (const Region& each : regions) free(each.memory);
-    free(output), free(workspace);
+    free(workspace);
 }

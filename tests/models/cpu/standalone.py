@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.models import cpu
+from chairlift.models.cpu import decoder, structures
 from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
-from chairlift.models.cpu.structures import Batch, Layer, Model
+from chairlift.models.cpu.packing import LANES
+from chairlift.models.cpu.structures import Batch, Model, Piece
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
@@ -57,10 +58,10 @@ def kernels_of(*command: str) -> Iterator[None]:
             extents[pointer] = tensor.nbytes
         return pointer
 
-    original = cpu._address
+    original = structures.address_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_address", address)
-        patch.setattr(cpu, "load_library", lambda _isa: _Library(command, extents))
+        patch.setattr(structures, "address_of", address)
+        patch.setattr(decoder, "load_library", lambda _isa: _Library(command, extents))
         yield
 
 
@@ -72,14 +73,21 @@ class _Library:
         self.chairlift_forward, self.chairlift_logits = partial(self._forward), partial(self._logits)
 
     def _forward(
-        self, model: Model, batch: Batch, number_format: int, hidden: int, workspace: int | None, num_threads: int
+        self, model: Model, batch: Batch, piece: Piece, number_format: int, workspace: int | None, num_threads: int
     ) -> int:
-        image, model_place = self._image_of(model)
-        batch_place = image.place_structures(Batch, ctypes.addressof(batch))
-        size = batch.num_tokens * model.hidden * _SIZES[number_format]
-        slots = (batch.blocks, self._extents[batch.blocks])
-        call = (model_place, batch_place, 0, number_format, size, num_threads, image.places[batch.blocks], slots[1])
-        return self._run(image, call, ((hidden, size), slots)) if workspace else 1
+        if not workspace:
+            return 1
+        image = _Image(self._extents)
+        slots = [batch.groups[index].blocks for index in range(batch.num_groups)]
+        outputs = [(address, self._extents[address]) for address in slots]
+        if piece.residual:
+            outputs.append((piece.residual, batch.num_tokens * (model.hidden + -model.hidden % LANES) * 4))
+            image.place(*outputs[-1])
+        if piece.hidden:
+            outputs.append((piece.hidden, batch.num_tokens * model.hidden * _SIZES[number_format]))
+            image.place_blank(*outputs[-1])
+        places = [image.place_structures(type(each), ctypes.addressof(each)) for each in (model, batch, piece)]
+        return self._run(image, (*places, 0, 0, number_format, num_threads), outputs)
 
     def _logits(
         self,
@@ -91,24 +99,25 @@ class _Library:
         workspace: int | None,
         num_threads: int,
     ) -> int:
-        image, model_place = self._image_of(model)
-        size = num_rows * model.vocab * 4
-        call = (model_place, image.place(hidden), num_rows, number_format, size, num_threads, 0, 0)
-        return self._run(image, call, ((logits, size),)) if workspace else 1
-
-    def _image_of(self, model: Model) -> tuple["_Image", int]:
-        image = _Image(self._extents)
-        image.place_structures(Layer, ctypes.addressof(model.layers.contents), model.num_layers)
-        return image, image.place_structures(Model, ctypes.addressof(model))
+        if not workspace:
+            return 1
+        image, outputs = _Image(self._extents), [(logits, num_rows * model.vocab * 4)]
+        model_place, output_place = (
+            image.place_structures(Model, ctypes.addressof(model)),
+            image.place_blank(*outputs[0]),
+        )
+        call = (model_place, image.place(hidden), 0, num_rows, output_place, number_format, num_threads)
+        return self._run(image, call, outputs)
 
     def _run(self, image: "_Image", call: Sequence[int], outputs: Sequence[tuple[int, int]]) -> int:
         """Its outputs go where they would have gone in this process: addresses and numbers of bytes."""
-        numbers = (len(image.sizes), len(image.pointers), *call)
+        numbers = (len(image.sizes), len(image.pointers), len(outputs), *call)
         memory = b"".join(
             struct.pack("<2q", start, size) + image.content[start : start + size] for start, size in image.sizes.items()
         )
+        written = [number for address, size in outputs for number in (image.places[address], size)]
         memory = struct.pack(f"<{len(numbers)}q", *numbers) + memory
-        memory += struct.pack(f"<{len(image.pointers)}q", *image.pointers)
+        memory += struct.pack(f"<{len(image.pointers) + len(written)}q", *image.pointers, *written)
         done = subprocess.run(self._command, input=memory, capture_output=True, timeout=120, check=False)
         assert (done.stderr.decode(), done.returncode) == ("", 0)
         start = 8
@@ -131,26 +140,40 @@ class _Image:
 
     def place(self, address: int, num_bytes: int | None = None) -> int:
         if address not in self.places:
-            self.places[address] = len(self.content)
-            content = ctypes.string_at(address, self._extents[address] if num_bytes is None else num_bytes)
-            self.sizes[len(self.content)] = len(content)
-            self.content += content + bytes(-len(content) % _LINE)
+            size = self._extents[address] if num_bytes is None else num_bytes
+            self._add(address, ctypes.string_at(address, size))
+        return self.places[address]
+
+    def place_blank(self, address: int, num_bytes: int) -> int:
+        """What is not written there is no number afterwards."""
+        self._add(address, b"\xff" * num_bytes)
         return self.places[address]
 
     def place_structures(self, kind: type[ctypes.Structure], address: int, count: int = 1) -> int:
+        """Also places what they point to; `num_things` says how many structures there are at `things`."""
         start, size = self.place(address, count * ctypes.sizeof(kind)), ctypes.sizeof(kind)
         for each in range(start, start + count * size, size):
             self._relocate(kind, each)
         return start
 
+    def _add(self, address: int, content: bytes) -> None:
+        self.places[address] = len(self.content)
+        self.sizes[len(self.content)] = len(content)
+        self.content += content + bytes(-len(content) % _LINE)
+
     def _relocate(self, kind: type[ctypes.Structure], start: int) -> None:
+        places = {name: start + getattr(kind, name).offset for name, *_ in kind._fields_}
         for name, field, *_ in kind._fields_:
-            place = start + getattr(kind, name).offset
             if issubclass(field, ctypes.Structure):
-                self._relocate(field, place)
-            elif issubclass(field, (ctypes.c_void_p, ctypes._Pointer)):
-                address = int.from_bytes(self.content[place : place + 8], "little")
-                if address:
+                self._relocate(field, places[name])
+            elif issubclass(field, (ctypes.c_void_p, ctypes._Pointer)) and (address := self._read(places[name])):
+                if issubclass(field, ctypes._Pointer):
+                    count = self._read(places[f"num_{name}"]) if f"num_{name}" in places else 1
+                    target = self.place_structures(field._type_, address, count)
+                else:
                     target = self.place(address)
-                    self.content[place : place + 8] = target.to_bytes(8, "little")
-                    self.pointers.append(place)
+                self.content[places[name] : places[name] + 8] = target.to_bytes(8, "little")
+                self.pointers.append(places[name])
+
+    def _read(self, place: int) -> int:
+        return int.from_bytes(self.content[place : place + 8], "little")

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int = 32
     return varied(BASE, **{**sizes, "head_dim": head_dim, "scale": head_dim**-0.5, **fields})
 
 
+_NARROW = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2, rope=_ROPE, window=24, softcap=3.0)
+_WIDE = AttentionBlock(
+    num_heads=3, num_kv_heads=3, head_dim=64, scale=0.1, rope=_PARTIAL_ROPE, qk_norm=QKNorm.ALL_HEADS
+)
 _QKV_BIAS, _ALL_BIASES = {"has_qkv_bias": True}, {"has_qkv_bias": True, "has_output_bias": True, "has_bias": True}
 _GEMMA: dict[str, Any] = {
     "norms": Norms.PRE_AND_POST,
@@ -106,6 +110,18 @@ SHAPES = {
     "many heads": shape(90, 250, 18, 9),
     "twenty heads to one": shape(100, 150, 20, 1, is_tied=False, vocab_size=256),
     "deep products": shape(70, 4100, 7, 1, layers=positions_of(BASE)[:1]),
+    # Blocks of other sizes in each layer, one without attention and one without an MLP; two groups in the cache.
+    "layers that differ": replace(
+        BASE,
+        hidden_size=90,
+        norms=Norms.PRE_AND_POST,
+        layers=(
+            (_NARROW, DenseMLPBlock(intermediate_size=150, activation=Activation.GELU_TANH)),
+            (_WIDE,),
+            (DenseMLPBlock(intermediate_size=66),),
+            (replace(_NARROW, num_heads=10, window=130), DenseMLPBlock(intermediate_size=33, has_bias=True)),
+        ),
+    ),
 }
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.models import cpu
-from chairlift.models.cpu import build
+from chairlift.models.cpu import build, decoder
 from chairlift.models.cpu.build import InstructionSet, instruction_sets, usable_instruction_sets
 from tests.models.cpu import support
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need, warnings_of
@@ -25,6 +24,7 @@ CLANG_FOR_MACOS = "clang++ --target=arm64-apple-macos12 -nostdinc++ -U__nonnull"
 # Every format, odd sizes, heads of 32 to 256, windows and soft caps, depths that are cut into parts.
 CASES = (
     ("like OLMo 2", support.BFLOAT16),
+    ("layers that differ", support.BFLOAT16_INT8),
     ("like Gemma", support.BFLOAT16_INT8),
     ("five heads to one", support.BFLOAT16_INT4),
     ("wide heads", support.FLOAT32_INT8),
@@ -109,7 +109,7 @@ def test_what_clang_compiles_gives_the_bits_of_gcc(tmp_path: Path, monkeypatch: 
     build.compile_library(["clang++"], level_of("avx2"), tmp_path / "library.so")
     expected = computed("avx2")
     library = ctypes.CDLL(str(tmp_path / "library.so"))
-    monkeypatch.setattr(cpu, "load_library", lambda _isa: library)
+    monkeypatch.setattr(decoder, "load_library", lambda _isa: library)
     assert all(map(torch.equal, computed(), expected))
 
 

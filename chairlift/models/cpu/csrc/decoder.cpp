@@ -4,11 +4,13 @@
 //     vector/       sixteen lanes on every instruction set, number formats, arithmetic
 //     product/      the product of float32 and bfloat16: panels, registers, tiles of AMX
 //     grouped/      the product of integers in groups, with a file for each instruction set
-//     attention/    attention over slots: how it is cut into tasks, and what a task does
 //     rows.h        activations as the next product multiplies them
 //     team.h        threads, and how they share work; memory.h: the memory that they work in
 //     linear.h      a product with weights, shared among threads
-//     forward.h     the layers
+//     stream.h      the residual stream, of which blocks read and to which they add
+//     attention/    attention over slots: how it is cut into tasks, and what a task does
+//     blocks/       the kinds of blocks, a file for each
+//     forward.h     the sublayers one after the other
 
 #include "forward.h"
 
@@ -25,16 +27,15 @@ template <class Body> void in_parallel(int num_threads, Counter* counters, int64
 }
 
 template <class T, class W>
-int64_t forward(const Model& model, const Batch& batch, void* hidden, void* workspace, int num_threads) {
+int64_t forward(const Model& model, const Batch& batch, const Piece& piece, void* workspace, int num_threads) {
     Arena arena{static_cast<char*>(workspace)};
-    Forward<T, W> pass(model, batch, arena, num_threads);
-    CHECK(!workspace || arena.used == (forward<T, W>(model, batch, nullptr, nullptr, num_threads)));
+    Forward<T, W> pass(model, batch, piece, arena, num_threads);
+    CHECK(!workspace || arena.used == (forward<T, W>(model, batch, piece, nullptr, num_threads)));
     if (workspace) {
-        for (int64_t t = 0; t < batch.num_tokens; t++)
+        for (int64_t t = 0; piece.is_first && t < batch.num_tokens; t++)
             if (batch.input_ids[t] < 0 || batch.input_ids[t] >= model.vocab) return -1;
         pass.prepare();
-        in_parallel(num_threads, pass.counters, pass.num_counters(),
-                    [&](Team team) { pass.run(team, static_cast<T*>(hidden)); });
+        in_parallel(num_threads, pass.counters, pass.num_counters, [&](Team team) { pass.run(team); });
     }
     return arena.used;
 }
@@ -96,15 +97,16 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 
 // 0 if this machine lets the library run. `sizes`: bytes of the structures, which must be those that Python passes.
 EXPORTED int chairlift_start(int64_t* sizes) {
-    const int64_t own[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Batch)};
+    const int64_t own[] = {sizeof(Matrix), sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(Sublayer),
+                           sizeof(Model),  sizeof(CacheGroup),     sizeof(Batch),         sizeof(Piece)};
     std::memcpy(sizes, own, sizeof own);
     return enable_tiles() ? 0 : 1;
 }
 
 // Both return the bytes of workspace they need, and compute only if there is one; -1 if the vocabulary lacks a token.
-EXPORTED int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,
-                                   int num_threads) {
-    CHAIRLIFT_FOR_FORMAT(format, forward, *model, *batch, hidden, workspace, num_threads)
+EXPORTED int64_t chairlift_forward(const Model* model, const Batch* batch, const Piece* piece, int format,
+                                   void* workspace, int num_threads) {
+    CHAIRLIFT_FOR_FORMAT(format, forward, *model, *batch, *piece, workspace, num_threads)
 }
 
 EXPORTED int64_t chairlift_logits(const Model* model, const void* hidden, int64_t num_rows, int format, float* out,

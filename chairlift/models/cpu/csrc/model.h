@@ -28,26 +28,47 @@ struct Matrix {
     }
 };
 
-struct Layer {
-    Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up alternate
-    // Norms [hidden, padded to 16 with zeros] of the inputs of attention and MLP, and of their outputs before these are
-    // added to the residual stream; null where there is none.
-    const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
+// Attention: weights, and the shape that they have.
+struct AttentionBlock {
+    Matrix qkv, out;
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
     const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation
-    int64_t window;     // keys that a query sees at most, its own included
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t window;                   // keys that a query sees at most, its own included
+    int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
+    int64_t group, plane;             // where its keys and values are in the cache
+    double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
+};
+
+// down(activation(gate(x)) * up(x))
+struct DenseMlpBlock {
+    Matrix gate_up, down;  // gate_up: panels of gate and up alternate
+    int64_t intermediate;
+    int64_t is_gelu;  // the activation: GELU (by tanh), or else SiLU
+};
+
+// x + post_norm(block(pre_norm(x))). Of the blocks all but one are null.
+struct Sublayer {
+    const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
+    const AttentionBlock* attention;
+    const DenseMlpBlock* dense_mlp;
 };
 
 struct Model {
-    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
-    int64_t is_gelu;                  // the MLP's activation: GELU (by tanh), or else SiLU
-    int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
-    double eps, attention_scale, embedding_scale, residual_scale, logits_scale;
-    double attention_softcap, logits_softcap;  // c: x becomes c tanh(x / c); 0: no cap
-    const Layer* layers;
+    int64_t hidden, vocab;
+    double eps, embedding_scale, residual_scale, logits_scale;
+    double logits_softcap;  // c: x becomes c tanh(x / c); 0: no cap
+    int64_t num_sublayers;
+    const Sublayer* sublayers;  // of all layers, in order
     const float* final_norm;
     const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
     Matrix head;
+};
+
+// The blocks that keep keys and values of equal shape: [slots][keys, values][planes][positions][heads][head_dim]
+struct CacheGroup {
+    void* blocks;
+    int64_t slot_stride, value_offset, plane_stride, token_stride;  // in elements
 };
 
 struct Batch {
@@ -58,7 +79,34 @@ struct Batch {
     const int32_t* cache_lengths;  // [num_rows]: tokens in the slot before this pass
     const int32_t* common_slots;   // [num_rows]: a slot with the same first tokens as the row's own; or null
     const int32_t* common_lengths;  // [num_rows]: how many tokens these are; the row's own slot holds them, too
-    void* blocks;
-    int64_t slot_stride, value_offset, layer_stride, token_stride;  // in elements
+    int64_t num_groups;
+    const CacheGroup* groups;
+};
+
+// Some of a pass: its beginning, some neighbouring sublayers, its end.
+struct Piece {
+    int64_t is_first;  // begins with the embedding of the tokens
+    int64_t first_sublayer, num_sublayers;
+    float* residual;  // [tokens][hidden, padded to 16 with zeros], between pieces; null: the piece is a whole pass
+    void* hidden;     // [tokens][hidden] if it ends with the final norm, or else null
 };
 }
+
+// The sublayers of a piece.
+struct Sublayers {
+    const Sublayer *first, *last;
+
+    Sublayers(const Model& model, const Piece& piece)
+        : first(model.sublayers + piece.first_sublayer), last(first + piece.num_sublayers) {}
+
+    const Sublayer* begin() const { return first; }
+    const Sublayer* end() const { return last; }
+
+    // The largest number that `count` finds in one of them; 0 if there are none.
+    template <class Count> int64_t most(Count count) const {
+        int64_t most = 0;
+        for (const Sublayer& each : *this)
+            if (count(each) > most) most = count(each);
+        return most;
+    }
+};

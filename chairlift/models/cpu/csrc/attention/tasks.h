@@ -25,20 +25,25 @@ struct Task {
     int64_t first_state;  // of the split, which has one state for each chunk and head
 };
 
+inline bool have_equal_heads(const AttentionBlock& one, const AttentionBlock& other) {
+    return one.num_heads == other.num_heads && one.num_kv_heads == other.num_kv_heads && one.head_dim == other.head_dim;
+}
+
+// The tasks of a batch for blocks whose heads are those of `block`.
 struct TaskList {
-    const Model& model;
-    const Batch& batch;
-    const int64_t heads_per_kv_head;  // query heads
+    const AttentionBlock* block;
+    const Batch* batch;
+    int64_t heads_per_kv_head;  // query heads
     Task* tasks;
     int64_t count = 0;
     int64_t num_splits = 0;
     int64_t num_states = 0;  // of all splits
 
-    TaskList(const Model& m, const Batch& b, int num_threads, Arena& arena)
-        : model(m), batch(b), heads_per_kv_head(m.num_heads / m.num_kv_heads) {
-        const int64_t heads = model.num_kv_heads, head_blocks = (heads + MOST_HEADS - 1) / MOST_HEADS;
+    TaskList(const AttentionBlock& one, const Batch& b, int num_threads, Arena& arena)
+        : block(&one), batch(&b), heads_per_kv_head(one.num_heads / one.num_kv_heads) {
+        const int64_t heads = one.num_kv_heads, head_blocks = (heads + MOST_HEADS - 1) / MOST_HEADS;
         int64_t num_small = 0, num_large = 0;
-        for (int64_t row = 0; row < batch.num_rows; row++) {
+        for (int64_t row = 0; row < batch->num_rows; row++) {
             if (queries_of(row) <= LANES)
                 num_small += head_blocks;
             else
@@ -48,8 +53,8 @@ struct TaskList {
         const int64_t shares = num_small ? (TASKS_PER_THREAD * num_threads - 1) / (num_small + num_large) + 1 : 1;
         tasks = arena.allocate<Task>(num_small * shares + num_large);
         is_dry_run = arena.base == nullptr;
-        for (int32_t row = 0; row < batch.num_rows; row++) {
-            const int32_t length = batch.cache_lengths[row] + batch.row_offsets[row + 1] - batch.row_offsets[row];
+        for (int32_t row = 0; row < batch->num_rows; row++) {
+            const int32_t length = batch->cache_lengths[row] + batch->row_offsets[row + 1] - batch->row_offsets[row];
             const int32_t chunks = (length + CHUNK - 1) / CHUNK;
             if (queries_of(row) <= LANES)
                 plan_small(row, int32_t(shares < chunks ? shares : chunks), chunks);
@@ -62,11 +67,11 @@ struct TaskList {
     bool is_dry_run = false;  // only to learn how much memory it takes
 
     int32_t queries_of(int64_t row) const {
-        return int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * heads_per_kv_head);
+        return int32_t((batch->row_offsets[row + 1] - batch->row_offsets[row]) * heads_per_kv_head);
     }
 
     void plan_small(int32_t row, int32_t shares, int64_t chunks) {
-        const int32_t heads = int32_t(model.num_kv_heads);
+        const int32_t heads = int32_t(block->num_kv_heads);
         for (int32_t head = 0; head < heads; head += MOST_HEADS) {
             const int32_t split = shares > 1 ? int32_t(num_splits++) : -1;
             const int32_t num_heads = heads - head < MOST_HEADS ? heads - head : MOST_HEADS;
@@ -78,7 +83,7 @@ struct TaskList {
 
     void plan_large(int32_t row) {
         const int32_t count = queries_of(row);
-        for (int32_t head = 0; head < model.num_kv_heads; head++)
+        for (int32_t head = 0; head < block->num_kv_heads; head++)
             for (int32_t first = 0; first < count; first += MOST_QUERIES)
                 add({row, head, 1, first, count - first < MOST_QUERIES ? count - first : MOST_QUERIES, 0, 1, -1, 0});
     }

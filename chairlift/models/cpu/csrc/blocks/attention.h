@@ -1,0 +1,120 @@
+// The block of attention: queries and keys are rotated right after their product, and keys and values then go into
+// their slots.
+#pragma once
+
+#include "../attention/slot_attention.h"
+#include "../stream.h"
+
+template <class T, class W> struct Attention {
+    static constexpr int64_t STAGES = 5;  // at most, as the counters of a Team are counted
+
+    const Stream<T, W>& stream;
+    const AttentionMemory<T> memory;
+    const InnerRows<T, W> attended;
+    float* const heads;  // if norms span all heads: queries, keys and values [T][columns]
+
+    // With memory for each such block of a piece.
+    Attention(const Stream<T, W>& s, const Sublayers& sublayers, int num_threads, Arena& arena)
+        : stream(s), memory(sublayers, s.batch, num_threads, arena),
+          attended(arena, s.num_tokens,
+                   sublayers.most([](const Sublayer& each) { return each.attention ? width_of(*each.attention) : 0; })),
+          heads(arena.allocate<float>(s.num_tokens * sublayers.most([](const Sublayer& each) {
+              return each.attention && each.attention->are_heads_normed_as_one ? each.attention->qkv.columns : 0;
+          }))) {}
+
+    // Called before the threads start.
+    void prepare() const { memory.prepare(); }
+
+    static bool reads(const AttentionBlock& block, bool plain) { return is_plain<W>(block.qkv) == plain; }
+
+    // Called in the stage before `run`.
+    void begin(const AttentionBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
+
+    void run(Team& team, const AttentionBlock& block, bool is_normed) const {
+        const InnerRows<T, W> rows = rows_of(block);
+        project_heads(team, block);
+        const SlotAttention<T> attention(block, stream.batch, memory, rows.written);
+        const AttentionScratch<T> own = memory.scratch_of(team.rank);
+        team.share(attention.list.count, [&](int64_t i) { attention.attend(attention.list.tasks[i], own); });
+        team.wait();
+        stream.leave(team, block.out, rows, width_of(block), is_normed);
+    }
+
+  private:
+    static int64_t width_of(const AttentionBlock& block) { return block.num_heads * block.head_dim; }
+
+    InnerRows<T, W> rows_of(const AttentionBlock& block) const { return attended.narrowed(width_of(block)); }
+
+    // Queries, keys and values of all tokens, each in its place.
+    void project_heads(Team& team, const AttentionBlock& block) const {
+        const int64_t dim = block.head_dim, columns = block.qkv.columns;
+        const auto place = [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
+            const int64_t head = column / dim;
+            if (block.are_heads_normed_as_one) {
+                for (int r = 0; r < count; r++)
+                    std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
+                return;
+            }
+            if (block.query_norm && head < block.num_heads + block.num_kv_heads) {
+                const float* weight = head < block.num_heads ? block.query_norm : block.key_norm;
+                for (int r = 0; r < count; r++) normalize_heads(c + r * stride, weight, dim);
+            }
+            place_head(block, head, row, count, c, stride);
+        };
+        stream.multiply(team, block.qkv, int(dim / LANES), place);
+        team.wait();
+        if (!block.are_heads_normed_as_one) return;
+        team.share_rows(stream.num_tokens, [&](int64_t t) {
+            float *queries = heads + t * columns, *keys = queries + block.num_heads * dim;
+            normalize_heads(queries, block.query_norm, block.num_heads * dim);
+            normalize_heads(keys, block.key_norm, block.num_kv_heads * dim);
+            for (int64_t head = 0; head < columns / dim; head++) place_head(block, head, t, 1, queries + head * dim, 0);
+        });
+        team.wait();
+    }
+
+    void normalize_heads(float* c, const float* weight, int64_t width) const {
+        const float scale = inverse_rms(c, width, float(stream.model.eps));
+        for (int64_t k = 0; k < width; k += LANES) store16(c + k, load16(c + k) * scale * load16(weight + k));
+    }
+
+    // One head of some tokens: rotated if it is a query or a key, and written to its place.
+    void place_head(const AttentionBlock& block, int64_t head, int64_t first, int count, const float* c,
+                    int stride) const {
+        const int64_t dim = block.head_dim, num_heads = block.num_heads, num_keys = block.num_kv_heads;
+        const int64_t heads_per_kv_head = num_heads / num_keys;
+        const CacheGroup& group = stream.batch.groups[block.group];
+        T* plane = static_cast<T*>(group.blocks) + block.plane * group.plane_stride;
+        const float query_scale = float(block.scale * LOG2_E);  // scores are logarithms to base 2
+        for (int i = 0; i < count; i++, c += stride) {
+            const int64_t t = first + i;
+            const Token token = stream.tokens[t];
+            T* slot = plane + token.slot * group.slot_stride + token.position * group.token_stride;
+            if (head < num_heads) {
+                const int64_t kv_head = head / heads_per_kv_head, member = head % heads_per_kv_head;
+                T* to = memory.queries + ((kv_head * stream.num_tokens + t) * heads_per_kv_head + member) * dim;
+                rotate(block, c, token.position, query_scale, to);
+            } else if (head < num_heads + num_keys) {
+                rotate(block, c, token.position, 1.0f, slot + (head - num_heads) * dim);
+            } else {
+                T* to = slot + group.value_offset + (head - num_heads - num_keys) * dim;
+                for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d));
+            }
+        }
+    }
+
+    static void rotate(const AttentionBlock& block, const float* c, int64_t position, float scale, T* to) {
+        const int64_t dim = block.head_dim, half = dim / 2;
+        if (!block.rope) {
+            for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
+            return;
+        }
+        const float *cosines = block.rope + position * dim, *sines = cosines + half;
+        for (int64_t d = 0; d < half; d += LANES) {
+            f32x16 low = load16(c + d), high = load16(c + half + d);
+            f32x16 cosine = load16(cosines + d) * scale, sine = load16(sines + d) * scale;
+            store16(to + d, low * cosine - high * sine);
+            store16(to + half + d, high * cosine + low * sine);
+        }
+    }
+};

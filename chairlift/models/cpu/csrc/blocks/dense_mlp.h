@@ -1,0 +1,52 @@
+// The block of a dense MLP: gate and up are one product, whose tiles are activated while they are in the first-level
+// cache.
+#pragma once
+
+#include "../stream.h"
+
+template <class T, class W> struct DenseMlp {
+    static constexpr int64_t STAGES = 3;  // at most, as the counters of a Team are counted
+
+    const Stream<T, W>& stream;
+    const InnerRows<T, W> gated;
+
+    // With memory for each such block of a piece.
+    DenseMlp(const Stream<T, W>& s, const Sublayers& sublayers, Arena& arena)
+        : stream(s), gated(arena, s.num_tokens, sublayers.most([](const Sublayer& each) {
+              return each.dense_mlp ? each.dense_mlp->intermediate : 0;
+          })) {}
+
+    static bool reads(const DenseMlpBlock& block, bool plain) { return is_plain<W>(block.gate_up) == plain; }
+
+    // Called in the stage before `run`.
+    void begin(const DenseMlpBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
+
+    void run(Team& team, const DenseMlpBlock& block, bool is_normed) const {
+        const InnerRows<T, W> rows = rows_of(block);
+        stream.multiply(
+            team, block.gate_up, UNIT_PANELS,
+            [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
+                T* to = rows.written.values + row * rows.written.stride + column / 2;
+                if (block.is_gelu)
+                    gate<true>(c, stride, count, width, to, rows.written.stride);
+                else
+                    gate<false>(c, stride, count, width, to, rows.written.stride);
+            });
+        team.wait();
+        stream.leave(team, block.down, rows, width_of(block), is_normed);
+    }
+
+  private:
+    static int64_t width_of(const DenseMlpBlock& block) { return pad(block.intermediate, LANES); }
+
+    InnerRows<T, W> rows_of(const DenseMlpBlock& block) const { return gated.narrowed(block.intermediate); }
+
+    template <bool IS_GELU>
+    static void gate(const float* c, int stride, int count, int width, T* to, int64_t to_stride) {
+        for (int r = 0; r < count; r++, c += stride, to += to_stride)
+            for (int k = 0; k < width; k += 2 * LANES) {
+                const f32x16 gate = load16(c + k);
+                store16(to + k / 2, (IS_GELU ? gelu16(gate) : silu16(gate)) * load16(c + k + LANES));
+            }
+    }
+};

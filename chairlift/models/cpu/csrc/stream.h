@@ -1,0 +1,155 @@
+// The residual stream of a pass: what blocks read of it, and what they add to it.
+//
+// The stream is float32. Products multiply the model's number format T, or 8-bit integers in groups if W is Group and
+// the matrix is not plain (plain ones are of the format T). All threads of a Team run every function that takes one.
+#pragma once
+
+#include "linear.h"
+
+struct Token {
+    int32_t position, slot;
+};
+
+// Whether a matrix is not quantized although others are.
+template <class W> bool is_plain(const Matrix& matrix) { return Rows<W>::IS_QUANTIZED && matrix.num_bits > 8; }
+
+// Rows between two products of a block: written in the model's format, and quantized, if the next matrix needs it.
+template <class T, class W> struct InnerRows {
+    Rows<W> multiplied;
+    Rows<T> written;  // the same memory, unless W is Group
+
+    InnerRows(Arena& arena, int64_t count, int64_t width)
+        : multiplied(arena, count, width), written(before(multiplied, arena, count)) {}
+
+    // The same memory with rows of another width.
+    InnerRows narrowed(int64_t width) const {
+        InnerRows own = *this;
+        own.multiplied.stride = own.written.stride = pad(width, 64);
+        return own;
+    }
+
+    void clear_padding(int64_t t, int64_t width) const { written.clear_padding(t, width); }
+
+  private:
+    static Rows<T> before(const Rows<W>& rows, Arena& arena, int64_t count) {
+        if constexpr (Rows<W>::IS_QUANTIZED)
+            return {arena, count, rows.stride};
+        else
+            return rows;
+    }
+};
+
+template <class T, class W> struct Stream {
+    const Model& model;
+    const Batch& batch;
+    const int64_t num_tokens;
+    const int64_t stride;
+    float* x;      // [T][stride]
+    float* added;  // output of a block, if a norm follows it: likewise
+    Rows<W> normed;
+    Rows<T> plain;  // if W is Group: the same rows for plain matrices, if there are any
+    Token* tokens;
+
+    Stream(const Model& m, const Batch& b, float* residual, bool has_post_norms, bool has_plain, Arena& arena)
+        : model(m), batch(b), num_tokens(b.num_tokens), stride(pad(m.hidden, LANES)),
+          x(residual ? residual : arena.allocate<float>(num_tokens * stride)),
+          added(arena.allocate<float>(has_post_norms ? num_tokens * stride : 0)), normed(arena, num_tokens, m.hidden),
+          plain(arena, has_plain ? num_tokens : 0, m.hidden), tokens(arena.allocate<Token>(num_tokens)) {}
+
+    // Called before the threads start.
+    void prepare() const {
+        for (int64_t row = 0; row < batch.num_rows; row++)
+            for (int32_t t = batch.row_offsets[row], i = 0; t < batch.row_offsets[row + 1]; t++, i++)
+                tokens[t] = {batch.cache_lengths[row] + i, batch.slots[row]};
+    }
+
+    void embed(int64_t t) const {
+        const int64_t token = batch.input_ids[t], hidden = model.hidden;
+        const float scale = float(model.embedding_scale);
+        float* to = x + t * stride;
+        if (model.embedding) {
+            const T* from = static_cast<const T*>(model.embedding) + token * hidden;
+            for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]) * scale;
+        } else {
+            if (is_plain<W>(model.head))
+                read_column(model.head, token, hidden, to, static_cast<const T*>(nullptr));
+            else
+                read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));
+            for (int64_t k = 0; k < hidden; k++) to[k] *= scale;
+        }
+        for (int64_t k = hidden; k < stride; k++) to[k] = 0;
+    }
+
+    // A token's rows for the first products of a block, after the norm, if there is one.
+    void enter(int64_t t, const float* norm, bool is_rounded_read, bool is_plain_read) const {
+        if (is_rounded_read) enter(t, norm, normed);
+        if (is_plain_read) enter(t, norm, plain);
+    }
+
+    // One of the first products of a block: of all rows that `enter` made.
+    template <class Use> void multiply(Team& team, const Matrix& matrix, int unit_panels, Use use) const {
+        multiply_all(team, matrix, normed, plain, unit_panels, use);
+    }
+
+    // The last product of a block: added to the stream, or left in `added` if a norm follows.
+    void leave(Team& team, const Matrix& matrix, const InnerRows<T, W>& rows, int64_t width, bool is_normed) const {
+        if (Rows<W>::IS_QUANTIZED && !is_plain<W>(matrix)) {
+            team.share_rows(num_tokens, [&](int64_t t) {
+                convert_row(rows.written.values + t * rows.written.stride, width, rows.multiplied, t);
+            });
+            team.wait();
+        }
+        const auto add = [&](int64_t column, int64_t row, int count, const float* c, int tile_stride, int tile_width) {
+            add_product(column, row, count, c, tile_stride, tile_width, is_normed);
+        };
+        multiply_all(team, matrix, rows.multiplied, rows.written, UNIT_PANELS, add);
+        team.wait();
+    }
+
+    // Adds what `leave` left, after its norm.
+    void add_normalized(int64_t t, const float* weight) const {
+        const float* from = added + t * stride;
+        const float scale = inverse_rms(from, model.hidden, float(model.eps)) * float(model.residual_scale);
+        float* to = x + t * stride;
+        for (int64_t k = 0; k < stride; k += LANES)
+            store16(to + k, load16(to + k) + load16(from + k) * scale * load16(weight + k));
+    }
+
+    // A token's final hidden state.
+    void finish(int64_t t, T* to) const {
+        const float *from = x + t * stride, *weight = model.final_norm;
+        const float scale = inverse_rms(from, model.hidden, float(model.eps));
+        for (int64_t k = 0; k < model.hidden; k++) store1(to + k, from[k] * scale * weight[k]);
+    }
+
+  private:
+    // The product of all rows with a matrix: of `rows`, or if it is plain of `unrounded`, which are the same.
+    template <class Use>
+    void multiply_all(Team& team, const Matrix& matrix, const Rows<W>& rows, const Rows<T>& unrounded, int unit_panels,
+                      Use use) const {
+        if constexpr (Rows<W>::IS_QUANTIZED)
+            if (is_plain<W>(matrix)) return linear(team, matrix, unrounded, num_tokens, unit_panels, use);
+        linear(team, matrix, rows, num_tokens, unit_panels, use);
+    }
+
+    template <class R> void enter(int64_t t, const float* norm, const R& rows) const {
+        if (norm)
+            normalize(x + t * stride, norm, model.hidden, float(model.eps), rows, t);
+        else
+            convert_row(x + t * stride, stride, rows, t);
+    }
+
+    void add_product(int64_t column, int64_t row, int count, const float* c, int tile_stride, int width,
+                     bool is_normed) const {
+        const int64_t start = row * stride + column;
+        if (is_normed) {
+            for (int r = 0; r < count; r++)
+                std::memcpy(added + start + r * stride, c + r * tile_stride, width * sizeof(float));
+            return;
+        }
+        const float scale = float(model.residual_scale);
+        float* to = x + start;
+        for (int r = 0; r < count; r++, c += tile_stride, to += stride)
+            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
+    }
+};

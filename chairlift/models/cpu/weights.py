@@ -1,0 +1,145 @@
+"""The weights of a model in native code: brings them into its layout, and keeps all that it holds pointers to."""
+
+import ctypes
+import sys
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from chairlift.cache.layout import CacheLayout, Place
+from chairlift.config import Quantization
+from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
+from chairlift.models.cpu import structures
+from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
+from chairlift.models.cpu.structures import BLOCKS, Matrix, Model, Sublayer
+from chairlift.models.decoder import Decoder
+from chairlift.models.grouped import GroupedWeight, quantize
+from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.rotary import RopeTable
+
+
+def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+class NativeWeights:
+    """A `Packer`, which takes the weights out of a decoder.
+
+    Matrices in groups of integers stay as they are, and others in the model's number format unless they are to be
+    quantized.
+    """
+
+    lanes = LANES
+
+    def __init__(self, model: Decoder, max_seq_len: int, quantization: Quantization | None) -> None:
+        self._quantization = quantization
+        self._kept: list[object] = []
+        self.num_bytes = 0
+        self.has_groups = False  # whether some matrices are integers in groups
+        config = model.config
+        self._places = CacheLayout.of(config.kept(config.dtype), config.num_layers).places
+        head = self._matrix(model.lm_head, is_head=True)
+        self._rotations = {
+            key: Rotation(self._keep(rope_table(*key, max_seq_len)), table.shape[-1])
+            for key, table in model.ropes.items()
+        }
+        layers = []
+        for layer in model.layers:
+            layers.append([self._sublayer(each) for each in layer.pack(self)])
+            _give_back_memory()
+        self.first_sublayers = list(accumulate(map(len, layers), initial=0))
+        """The number of each layer's first sublayer, and of all sublayers."""
+        sublayers = (Sublayer * self.first_sublayers[-1])(*(each for layer in layers for each in layer))
+        embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
+        del model.model.embed_tokens  # the last reference to a tied head, which is packed now
+        self.model = Model(
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            eps=config.rms_norm_eps,
+            embedding_scale=model.embedding_scale,
+            residual_scale=config.residual_scale,
+            logits_scale=1 / config.logits_divisor,
+            logits_softcap=config.logits_softcap or 0.0,
+            num_sublayers=len(sublayers),
+            sublayers=sublayers,
+            final_norm=self.norm(model.model.norm),
+            embedding=embedding,
+            head=head,
+        )
+
+    def matrix(self, linear: Linear, arrange: Arrange = _as_they_are, *, num_exact: int = 0) -> Matrix:
+        """See `Packer`."""
+        return self._matrix(linear, arrange, num_exact=num_exact)
+
+    def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
+        """The factors of a norm: float32, padded with zeros to whole vectors."""
+        if norm is None:
+            return None
+        weight = arrange(norm.weight.detach().float() + norm.is_offset)
+        return self._keep(nn.functional.pad(weight, (0, -len(weight) % LANES)))
+
+    def rotation(self, table: RopeTable) -> Rotation:
+        """See `Packer`."""
+        return self._rotations[table]
+
+    def place(self, layer_idx: int) -> Place:
+        """See `Packer`."""
+        place = self._places[layer_idx]
+        assert place is not None, "a block asks where its keys and values are, and declared none"
+        return place
+
+    def _sublayer(self, packed: PackedSublayer) -> Sublayer:
+        assert packed.kind is not None, "see find_obstacle"
+        block = BLOCKS[packed.kind](**packed.fields)
+        self._kept.append(block)
+        return Sublayer(pre_norm=packed.pre_norm, post_norm=packed.post_norm, **{packed.kind: ctypes.pointer(block)})
+
+    def _matrix(
+        self, linear: Linear, arrange: Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
+    ) -> Matrix:
+        bias = None if linear.bias is None else arrange(linear.bias)
+        weight = linear.let_go()
+        if isinstance(weight, torch.Tensor) and self._quantization is None:
+            return self._place(pack(arrange(weight), bias))
+        self.has_groups = True
+        if isinstance(weight, GroupedWeight):
+            weight = weight.map_rows(arrange)  # frees the rows in their first order
+            return self._place(pack_grouped(weight, bias))
+        is_narrow = self._quantization is Quantization.INT4 and not is_head
+        rounded = quantize(weight, 4 if is_narrow else 8)
+        residual = None
+        if num_exact:
+            last = rounded.rows(slice(-num_exact, None))
+            lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
+            residual = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
+        return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), residual)
+
+    def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
+        """`residual`: the rounding errors of the last columns, in the same format."""
+        parts = ("panels", "scales", "offsets", "units")
+        places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias")}
+        if residual is not None:
+            places |= {f"residual_{name}": self._keep(getattr(residual, name)) for name in parts}
+        return Matrix(
+            columns=matrix.num_outputs,
+            depth=matrix.depth,
+            num_bits=matrix.num_bits,
+            group_size=matrix.group_size,
+            scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
+            first_residual=0 if residual is None else matrix.num_outputs - residual.num_outputs,
+            **places,
+        )
+
+    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is not None:
+            self._kept.append(tensor)
+            self.num_bytes += tensor.nbytes
+        return structures.address_of(tensor)
+
+
+def _give_back_memory() -> None:
+    """Returns freed memory to the system: glibc would keep it, some hundred MB while a model is loaded."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention import Backend, BatchMetadata, token_slots, torch_sdpa
+from chairlift.models.attention import Backend, BatchMetadata, Forward, token_slots, torch_sdpa
 from chairlift.models.blocks import Pass, Residual
 from chairlift.models.decoder import Decoder
 
@@ -50,6 +50,37 @@ class TorchForward:
         return self._model.logits(hidden[:num_rows])
 
 
+StageT = TypeVar("StageT")
+
+
+class LayeredForward(Forward, Protocol[StageT]):
+    """A way to run a model whose layers can be run some at a time.
+
+    `leave(run(enter(...), 0, num_layers))` is `hidden`, bit for bit, and so is every way to divide the layers. A stage
+    is a pass between two pieces. `run` may change it in place, so whoever has given it away uses the one returned.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def enter(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> StageT:
+        """Embeds the tokens, int64 `[T]`, and prepares what all layers share."""
+        ...
+
+    def run(self, stage: StageT, first_layer: int, count: int) -> StageT:
+        """Runs `count` layers from that one on; appends their keys and values to the slots.
+
+        IndexError if there are not so many.
+        """
+        ...
+
+    def leave(self, stage: StageT) -> torch.Tensor:
+        """Normalises: final hidden states `[T, hidden]`, of which `logits` takes rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A pass between two pieces: the tokens so far, and what the layers to come need of the batch."""
@@ -59,10 +90,7 @@ class Stage:
 
 
 class PiecewiseForward(TorchForward):
-    """A family's decoder in torch, whose layers can be run some at a time.
-
-    `leave(run(enter(...), 0, num_layers))` is `hidden`, bit for bit, and so is every way to divide the layers.
-    """
+    """A family's decoder in torch: a `LayeredForward`."""
 
     def __init__(self, model: Decoder, attention: Backend) -> None:
         super().__init__(model, attention)
@@ -73,16 +101,16 @@ class PiecewiseForward(TorchForward):
         return self._decoder.config.num_layers
 
     def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:
-        """Embeds the tokens, int64 `[T]`, and prepares attention for all layers."""
+        """See `LayeredForward`."""
         attend = self._attention.prepare(batch, cache)
         return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend))
 
     def run(self, stage: Stage, first_layer: int, count: int) -> Stage:
-        """Runs `count` layers from that one on; appends their keys and values to the slots."""
+        """See `LayeredForward`."""
         return replace(stage, stream=self._decoder.run(stage.stream, stage.now, first_layer, count))
 
     def leave(self, stage: Stage) -> torch.Tensor:
-        """Normalises: final hidden states `[T, hidden]`, of which `logits` takes rows."""
+        """See `LayeredForward`."""
         return self._decoder.leave(stage.stream)
 
 

@@ -1,6 +1,5 @@
 """Layers that differ in every field of their blocks: over the cache they compute what they do without one."""
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.functional import scaled_dot_product_attention
 
-from chairlift.cache import ContinuousBatchingKVCacheCollection, KVCacheParams
+from chairlift.cache import KVCacheParams
 from chairlift.config import AttentionBackend, DType
 from chairlift.models import (
     Checkpoint,
@@ -22,7 +21,7 @@ from chairlift.models import (
     load_backend,
     load_model,
 )
-from chairlift.models.attention import BatchMetadata, Forward
+from chairlift.models.attention import Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, QKNorm
 from chairlift.models.decoder import Decoder
@@ -30,7 +29,7 @@ from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from chairlift.models.rotary import RopeConfig
 from tests.models.cpu.support import BASE, make_model
 from tests.support.checkpoints import random_prompts
-from tests.support.forward_bench import SLOT_LEN, Bench, Row
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, in_pieces
 
 NEAR, FAR = RopeConfig(10_000.0), RopeConfig(1_000_000.0)
 WIDE = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=NEAR, window=7)
@@ -111,26 +110,6 @@ def test_cuda_graphs_and_ragged_kernels_are_for_layers_that_keep_the_same() -> N
 
 
 # In pieces
-
-
-def in_pieces(forward: PiecewiseForward, counts: Sequence[int]) -> Forward:
-    """The same forward pass with so many layers at a time."""
-
-    class Pieces:
-        def hidden(
-            self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
-        ) -> torch.Tensor:
-            stage = forward.enter(batch, input_ids, cache)
-            first_layer = 0
-            for count in counts:
-                stage = forward.run(stage, first_layer, count)
-                first_layer += count
-            return forward.leave(stage)
-
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return forward.logits(hidden)
-
-    return Pieces()
 
 
 @pytest.mark.parametrize("counts", [(5,), (1, 1, 1, 1, 1), (2, 0, 3)])

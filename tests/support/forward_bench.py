@@ -11,6 +11,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatch
 from chairlift.config import DType
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.models.config import ModelShape
+from chairlift.models.forward import LayeredForward, StageT
 
 NUM_SLOTS = 9
 SLOT_LEN = 391
@@ -85,6 +86,26 @@ class Bench:
         )
         input_ids = torch.tensor([token for row in rows for token in row.token_ids])
         return self._forward.logits(self._forward.hidden(batch, input_ids, inputs[0]))
+
+
+def in_pieces(forward: LayeredForward[StageT], counts: Sequence[int]) -> Forward:
+    """The same forward pass with so many layers at a time."""
+
+    class Pieces:
+        def hidden(
+            self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+        ) -> torch.Tensor:
+            stage = forward.enter(batch, input_ids, cache)
+            first_layer = 0
+            for count in counts:
+                stage = forward.run(stage, first_layer, count)
+                first_layer += count
+            return forward.leave(stage)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return forward.logits(hidden)
+
+    return Pieces()
 
 
 def logits_of(bench: Bench, steps: Sequence[Step]) -> torch.Tensor:

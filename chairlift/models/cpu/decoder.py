@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Layer, ModelConfig, ModelShape
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu.packing import LANES
 from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece
 from chairlift.models.cpu.weights import NativeWeights
 from chairlift.models.decoder import Decoder
@@ -53,12 +55,21 @@ def _find_block_obstacle(layers: Sequence[Layer]) -> str | None:
     return f"it has no code for blocks like {', '.join(foreign)}" if foreign else None
 
 
+@dataclass(frozen=True, slots=True)
+class NativeStage:
+    """A pass between two pieces: the residual stream, and the batch as native code is given it."""
+
+    stream: torch.Tensor  # float32 [T, hidden], a view of what the next piece reads and changes in place
+    batch: Batch
+
+
 class CpuDecoder:
     """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in the batch.
 
     Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice.
     Matrices in groups of integers are multiplied as they are, and others in the model's number format unless they are
-    to be quantized. ValueError for heads that the kernels do not take, and blocks that they lack.
+    to be quantized. Its layers can be run some at a time (`forward.LayeredForward`). ValueError for heads that the
+    kernels do not take, and blocks that they lack.
     """
 
     def __init__(
@@ -109,7 +120,7 @@ class CpuDecoder:
             row_offsets=structures.address_of(offsets),
             cache_lengths=structures.address_of(cached),
         )
-        whole = self._piece(None)
+        whole = self._piece(0, self.num_layers, is_first=True)
         num_bytes: int = self._forward(self._model, row, whole, self._format, None, torch.get_num_threads())
         return num_bytes
 
@@ -118,8 +129,35 @@ class CpuDecoder:
     ) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
         hidden = torch.empty(len(input_ids), self._config.hidden_size, dtype=self._dtype)
-        piece = self._piece(hidden.data_ptr())
+        piece = self._piece(0, self.num_layers, is_first=True, hidden=hidden.data_ptr())
         self._call(self._forward, _batch_of(batch, input_ids, cache), piece, self._format)
+        return hidden
+
+    @property
+    def num_layers(self) -> int:
+        return self._config.num_layers
+
+    def enter(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> NativeStage:
+        """See `forward.LayeredForward`."""
+        hidden_size = self._config.hidden_size
+        rows = torch.empty(len(input_ids), hidden_size + -hidden_size % LANES)
+        stage = NativeStage(rows[:, :hidden_size], _batch_of(batch, input_ids, cache))
+        self._run(stage, self._piece(0, 0, is_first=True))
+        return stage
+
+    def run(self, stage: NativeStage, first_layer: int, count: int) -> NativeStage:
+        """See `forward.LayeredForward`. Changes the stage in place."""
+        if not 0 <= first_layer <= first_layer + count <= self.num_layers:
+            raise IndexError(f"{count} layers from {first_layer} on are not in [0, {self.num_layers})")
+        self._run(stage, self._piece(first_layer, count))
+        return stage
+
+    def leave(self, stage: NativeStage) -> torch.Tensor:
+        """See `forward.LayeredForward`."""
+        hidden = torch.empty(stage.stream.shape, dtype=self._dtype)
+        self._run(stage, self._piece(self.num_layers, 0, hidden=hidden.data_ptr()))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -130,9 +168,13 @@ class CpuDecoder:
             self._call(self._logits, address, len(hidden), self._head_format, logits.data_ptr())
         return logits
 
-    def _piece(self, hidden: int | None) -> Piece:
-        """All of a pass."""
-        return Piece(is_first=True, first_sublayer=0, num_sublayers=self._model.num_sublayers, hidden=hidden)
+    def _piece(self, first_layer: int, count: int, *, is_first: bool = False, hidden: int | None = None) -> Piece:
+        first, end = (self._weights.first_sublayers[layer] for layer in (first_layer, first_layer + count))
+        return Piece(is_first=is_first, first_sublayer=first, num_sublayers=end - first, hidden=hidden)
+
+    def _run(self, stage: NativeStage, piece: Piece) -> None:
+        piece.residual = stage.stream.data_ptr()
+        self._call(self._forward, stage.batch, piece, self._format)
 
     def _call(self, function: "_NamedFuncPointer", *arguments: object) -> None:
         """Calls it once to learn the workspace's size, then to compute."""

@@ -1,5 +1,6 @@
 """Layers that differ in every field of their blocks, in native code, and layers that are run some at a time."""
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -7,15 +8,22 @@ from typing import ClassVar
 import pytest
 import torch
 
+from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, DType
 from chairlift.models import find_obstacle
-from chairlift.models.blocks import Activation, AttentionBlock, Block, DenseMLPBlock, Norms, QKNorm
+from chairlift.models.attention import BatchMetadata
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.blocks import Activation, AttentionBlock, Block, DenseMLPBlock, Norms, QKNorm, Residual
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
+from chairlift.models.cpu.decoder import NativeStage
+from chairlift.models.cpu.structures import Batch
+from chairlift.models.decoder import Decoder
+from chairlift.models.forward import LayeredForward
 from chairlift.models.rotary import RopeConfig
 from tests.models.cpu import support
-from tests.models.cpu.support import BASE, FLOAT32, cpu_bench, make_model
-from tests.support.forward_bench import SLOT_LEN, Bench, Row, random_tokens
+from tests.models.cpu.support import BASE, FLOAT32, SHAPES, Format, cpu_bench, cpu_forward, make_model
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, in_pieces, random_tokens
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -82,6 +90,70 @@ def test_layers_that_differ_compute_what_torch_does(seed: int, isa: str) -> None
     expected = logits_of(support.torch_bench(model))
     ours = logits_of(cpu_bench(model, FLOAT32, isa))
     assert float((ours - expected).abs().amax() / expected.abs().amax()) < 1e-4
+
+
+LAYERED = SHAPES["layers that differ"]
+DIVISIONS = [
+    tuple(end - start for start, end in itertools.pairwise((0, *cuts, 4)))
+    for count in range(4)
+    for cuts in itertools.combinations((1, 2, 3), count)
+] + [(0, 2, 0, 2, 0)]
+
+
+@pytest.mark.parametrize("norms", [Norms.PRE, Norms.POST, Norms.PRE_AND_POST])
+def test_every_way_to_divide_the_layers_gives_the_bits_of_all_at_once(
+    norms: Norms, isa: str, number_format: Format
+) -> None:
+    config = replace(LAYERED, norms=norms)
+    forward = cpu_forward(config, number_format, isa)
+    whole = Bench(config, number_format.dtype, forward)
+    expected = logits_of(whole)
+    for counts in DIVISIONS:
+        bench = Bench(config, number_format.dtype, in_pieces(forward, counts))
+        assert torch.equal(logits_of(bench), expected)
+        for ours, theirs in zip(bench.cache.memories, whole.cache.memories, strict=True):
+            assert torch.equal(ours.blocks, theirs.blocks)
+
+
+class SideBySide:
+    """Some layers in torch, the others in native code, over one cache."""
+
+    def __init__(self, model: Decoder, native: LayeredForward[NativeStage], in_torch: set[int]) -> None:
+        self._model, self._native, self._in_torch = model, native, in_torch
+        self._attention = TorchBackend(model.config.attention)
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        now = self._model.look_up(batch.positions, self._attention.prepare(batch, cache))
+        stage = self._native.enter(batch, input_ids, cache)
+        for layer in range(self._native.num_layers):
+            if layer in self._in_torch:
+                entering = Residual(stage.stream.clone(), torch.zeros_like(stage.stream))
+                leaving = self._model.run(entering, now, layer, 1)
+                stage.stream.copy_(leaving.x + leaving.delta)
+            else:
+                stage = self._native.run(stage, layer, 1)
+        return self._native.leave(stage)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._native.logits(hidden)
+
+
+@pytest.mark.parametrize("in_torch", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
+def test_layers_in_torch_stand_beside_native_ones(in_torch: set[int]) -> None:
+    expected = logits_of(support.torch_bench(make_model(LAYERED)))
+    mixed = SideBySide(make_model(LAYERED), cpu_forward(LAYERED), in_torch)
+    ours = logits_of(Bench(LAYERED, torch.float32, mixed))
+    assert float((ours - expected).abs().amax() / expected.abs().amax()) < 1e-4
+
+
+@pytest.mark.parametrize(("first_layer", "count"), [(-1, 2), (0, 5), (4, 1), (3, -1)])
+def test_layers_that_there_are_not_cannot_be_run(first_layer: int, count: int) -> None:
+    forward = cpu_forward(LAYERED)
+    stage = NativeStage(torch.zeros(1, LAYERED.hidden_size), Batch())
+    with pytest.raises(IndexError, match=rf"{count} layers from {first_layer} on are not in \[0, 4\)"):
+        forward.run(stage, first_layer, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from chairlift.models.cpu import build, decoder
 from chairlift.models.cpu.build import InstructionSet, instruction_sets, usable_instruction_sets
 from tests.models.cpu import support
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need, warnings_of
-from tests.support.forward_bench import Row
+from tests.support.forward_bench import Bench, Row, in_pieces
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ WAYS = [
 
 
 def computed(isa: str | None = None) -> list[torch.Tensor]:
-    """The logits of rows of one token, of a few and of many, and of rows with a common prefix."""
+    """The logits of rows of one token, of a few and of many, of rows with a common prefix, and of layers in pieces."""
     benches = [support.cpu_bench(support.SHAPES[name], number_format, isa) for name, number_format in CASES]
     with support.threads(NUM_THREADS):
         logits = [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
@@ -58,6 +58,9 @@ def computed(isa: str | None = None) -> list[torch.Tensor]:
             bench.cache.copy_prefix(2, 7, 135)
             bench.cache.settle()
             logits += bench.run([Row(2, [8]), Row(7, [3])])
+        config, number_format = support.SHAPES["layers that differ"], support.BFLOAT16_INT4
+        pieces = in_pieces(support.cpu_forward(config, number_format, isa), (1, 2, 1))
+        logits += Bench(config, number_format.dtype, pieces).run(STEPS[0])
     return logits
 
 

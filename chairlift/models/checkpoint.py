@@ -13,7 +13,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.blocks import EMBEDDING, HEAD
 from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
@@ -78,10 +77,13 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
         if weights is not None:
             refuse_absent_layers(raw, weights.tensors)
         described = _describe(raw, weights)
+        if weights is not None and isinstance(described, ModelConfig):
+            described = replace(described, names=described.names.found_in(weights.tensors))
         compression = read_compression(raw)
     if weights is not None and isinstance(described, ModelConfig) and described.is_tied:
         stored = weights if compression is None else CompressedWeights(weights, compression)
-        described = replace(described, is_tied=not has_own_head(stored, EMBEDDING, HEAD))
+        names = described.names
+        described = replace(described, is_tied=not has_own_head(stored, names.embedding, names.head_weight))
     return Checkpoint(path, described, compression)
 
 

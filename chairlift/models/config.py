@@ -12,7 +12,16 @@ import torch
 from chairlift.cache.layout import CacheLayout, Kept, StateLayout, StateParams
 from chairlift.config import DType
 from chairlift.models.attention import AttentionConfig
-from chairlift.models.blocks import AttentionBlock, Block, Norms, Weight, weights_of_ends, weights_of_layer
+from chairlift.models.blocks import (
+    AS_LLAMA,
+    AttentionBlock,
+    Block,
+    Norms,
+    TensorNames,
+    Weight,
+    weights_of_ends,
+    weights_of_layer,
+)
 from chairlift.models.rotary import RopeTable
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
@@ -132,6 +141,7 @@ class ModelConfig(ModelShape):
     hidden_size: int
     rms_norm_eps: float
     is_tied: bool
+    names: TensorNames = AS_LLAMA
     norms: Norms = Norms.PRE
     has_offset_norms: bool = False  # norms multiply by 1 + weight, in float32
     embedding_scale: float = 1.0
@@ -141,10 +151,12 @@ class ModelConfig(ModelShape):
 
     def weights(self) -> list[Weight]:
         """Every module of the wiring that holds weights, and the tensors of a checkpoint that belong in it."""
-        weights = weights_of_ends(self.vocab_size)
+        *body, head = weights_of_ends(self.vocab_size)
+        weights = [*map(self.names.of_body, body), self.names.of_head(head)]
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
-            weights += [each.within(prefix, prefix, f"blk.{index}.") for each in weights_of_layer(layer, self.norms)]
+            for each in weights_of_layer(layer, self.norms):
+                spelled = self.names.of_body(each, f"layers.{index}.")
+                weights.append(spelled.within(f"model.layers.{index}.", "", f"blk.{index}."))
         return weights
 
 

@@ -15,6 +15,7 @@ from chairlift.models.blocks import EMBEDDING, DecoderLayer, Pass, Residual
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import Linear, RMSNorm, can_pack, soft_cap
+from chairlift.models.recurrence import Recur
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeTable
 
@@ -92,14 +93,16 @@ class Decoder(nn.Module):
                 if isinstance(module, Linear):
                     module.pack()
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, recur: Recur | None = None
+    ) -> torch.Tensor:
         """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`: all pieces one after the other."""
-        now = self.look_up(positions, attend)
+        now = self.look_up(positions, attend, recur)
         return self.leave(self.run(self.enter(input_ids), now, 0, self.config.num_layers))
 
-    def look_up(self, positions: torch.Tensor, attend: Attend) -> Pass:
-        """Gathers what layers need of tokens at these positions, int64 `[T]`."""
-        return Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend)
+    def look_up(self, positions: torch.Tensor, attend: Attend, recur: Recur | None = None) -> Pass:
+        """Gathers what layers need of tokens at these positions, int64 `[T]`. Recurrent layers need `recur`."""
+        return Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend, recur)
 
     def enter(self, input_ids: torch.Tensor) -> Residual:
         """Embeds the tokens, int64 `[T]`."""

@@ -11,6 +11,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention import Backend, BatchMetadata, Forward, token_slots, torch_sdpa
 from chairlift.models.blocks import Pass, Residual
 from chairlift.models.decoder import Decoder
+from chairlift.models.recurrence import prepare, prepare_part, prepare_without_states
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
@@ -32,7 +33,9 @@ class TorchForward:
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
     ) -> torch.Tensor:
         """See `Forward`."""
-        hidden: torch.Tensor = self._model(input_ids, batch.positions, self._attention.prepare(batch, cache))
+        attend = self._attention.prepare(batch, cache)
+        states = () if cache.states is None else (prepare(cache.states),)
+        hidden: torch.Tensor = self._model(input_ids, batch.positions, attend, *states)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -43,10 +46,11 @@ class TorchForward:
     def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
         """Runs a step of that many tokens without a cache, to measure what it allocates; returns the rows' logits.
 
-        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
+        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing. Of
+        recurrences a single token is computed, since they take the tokens of a row one after the other.
         """
         places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.device)
-        hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
+        hidden = _run_alone(self._model, places, places)
         return self._model.logits(hidden[:num_rows])
 
 
@@ -103,7 +107,8 @@ class PiecewiseForward(TorchForward):
     def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:
         """See `LayeredForward`."""
         attend = self._attention.prepare(batch, cache)
-        return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend))
+        recur = None if cache.states is None else prepare(cache.states)
+        return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend, recur))
 
     def run(self, stage: Stage, first_layer: int, count: int) -> Stage:
         """See `LayeredForward`."""
@@ -136,9 +141,9 @@ class InvariantForward:
 
         def run(tile: torch.Tensor) -> torch.Tensor:
             positions = batch.positions[tile]
-            hidden: torch.Tensor = self._model(
-                input_ids[tile], positions, torch_sdpa.attend_alone(self._attention, slots[tile], positions, cache)
-            )
+            attend = torch_sdpa.attend_alone(self._attention, slots[tile], positions, cache)
+            recur = None if cache.states is None else prepare_part(cache.states, int(tile[0]), int(tile[-1]) + 1)
+            hidden: torch.Tensor = self._model(input_ids[tile], positions, attend, recur)
             return hidden
 
         return self._in_tiles(len(input_ids), run)
@@ -154,6 +159,13 @@ class InvariantForward:
         return torch.cat([run(tile) for tile in tiles])[:num_rows]
 
 
+def _run_alone(model: "Decoder | AdaptedDecoder", input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Runs tokens that see no others, int64 `[T]`, without a cache: final hidden states `[T, hidden]`."""
+    recur = (prepare_without_states(model.config.states()),) if isinstance(model, Decoder) else ()
+    hidden: torch.Tensor = model(input_ids, positions, lambda _, query, key, value: query, *recur)  # noqa: ARG005
+    return hidden
+
+
 @torch.inference_mode()
 def _ignores_position(model: Decoder, tile_size: int) -> bool:
     """Tries if a token gets the same bits at every place in a tile of that size, with this model on this machine.
@@ -165,7 +177,7 @@ def _ignores_position(model: Decoder, tile_size: int) -> bool:
     for position, token in enumerate(probes.tolist()):
         ids = torch.full((tile_size,), token)
         places = torch.full_like(ids, position % model.num_positions)  # the tables may be shorter than there are probes
-        hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
+        hidden = _run_alone(model, ids, places)
         logits = model.logits(hidden)
         if not all(torch.equal(each, each[:1].expand_as(each)) for each in (hidden, logits)):
             return False

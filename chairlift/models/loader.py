@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError, named, sized
-from chairlift.models.blocks import EMBEDDING, HEAD, Weight
+from chairlift.models.blocks import EMBEDDING, Weight
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -61,6 +61,7 @@ def load_model(
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
     num_late = grouped.num_bytes if grouped and keeps_groups else 0  # bytes
+    exact = {weight.module for weight in model.config.weights() if weight.is_parameter}
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats:
@@ -69,7 +70,8 @@ def load_model(
                 num_late += model.get_parameter(name).numel() * dtype.num_bytes
                 model.take(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
             else:
-                _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
+                format = torch.float32 if name in exact else TORCH_DTYPES[dtype]
+                _set(model, name, _read_plain(reader, stored, format, device))
     model.finalize(max_seq_len, num_positions)
     more = f"; {sized(num_late)} more are read when they are packed" if num_late else ""
     _log("loaded %s: %s of weights for %s in %.2f s%s", checkpoint, model, dtype, start, more)
@@ -96,8 +98,8 @@ def make_dummy_model(
         model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
     model.finalize(max_seq_len, num_positions)
@@ -255,13 +257,14 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
 
     CheckpointError if names or shapes are not exactly those of the reader.
     """
-    weights = {weight.module: weight for weight in model.config.weights()}
+    weights, names = {weight.module: weight for weight in model.config.weights()}, model.config.names
     parts = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
-        parts[name] = _parts_of(weights[module], leaf, tuple(parameter.shape))
-    if model.config.is_tied and EMBEDDING not in reader.tensors and HEAD in reader.tensors:
-        parts[EMBEDDING] = {HEAD: parts[EMBEDDING][EMBEDDING]}  # either of the two may be stored
+        whole = weights.get(name)  # a block's own parameter has no leaf
+        parts[name] = _parts_of(whole or weights[module], "" if whole else f".{leaf}", tuple(parameter.shape))
+    if model.config.is_tied and names.embedding not in reader.tensors and names.head_weight in reader.tensors:
+        parts[EMBEDDING] = {names.head_weight: parts[EMBEDDING][names.embedding]}  # either of the two may be stored
     needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
     leftover = reader.tensors.keys() - needed.keys() - _ignored(model.config, reader.tensors)
     leftover = {name for name in leftover if not _is_zero_bias(reader, name)}
@@ -273,9 +276,13 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
 
 
 def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Tensors that a checkpoint may hold without need: a tied head's copy, and rotary tables of older formats."""
-    tied = {HEAD} if config.is_tied else set()
-    return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+    """Tensors that a checkpoint may hold without need.
+
+    They are a tied head's copy, rotary tables of older formats, and what the family skips.
+    """
+    tied = {config.names.head_weight} if config.is_tied else set()
+    needless = {name for name in names if name.endswith(".rotary_emb.inv_freq") or config.names.is_skipped(name)}
+    return tied | needless
 
 
 def _is_zero_bias(reader: WeightReader, name: str) -> bool:
@@ -301,11 +308,11 @@ def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None
         )
 
 
-def _parts_of(weight: Weight, leaf: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def _parts_of(weight: Weight, suffix: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The tensors that are stacked in a parameter, with their shapes."""
     if len(weight.parts) == 1:
-        return {f"{weight.parts[0].name}.{leaf}": shape}
-    return {f"{part.name}.{leaf}": (part.length, *shape[1:]) for part in weight.parts}
+        return {f"{weight.parts[0].name}{suffix}": shape}
+    return {f"{part.name}{suffix}": (part.length, *shape[1:]) for part in weight.parts}
 
 
 def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:

@@ -133,7 +133,7 @@ class _WeightsPart:
     def __init__(self, files: SafetensorsWeights, whole: ModelConfig, group: Group) -> None:
         self._files, self._rank, self._size = files, group.rank, group.size
         self._spans = {
-            part.name: self._span(weight.cut, part)
+            part.name: self._span(weight.cut, part)  # of a parameter, or of what stands before its leaf
             for weight in whole.weights()
             for part in weight.parts
             if weight.cut is not Cut.NONE
@@ -162,6 +162,8 @@ class _WeightsPart:
 
     def _span_of(self, name: str) -> _Span | None:
         """None: every rank has all of it."""
+        if (whole := self._spans.get(name)) is not None:
+            return whole
         module, _, leaf = name.rpartition(".")
         span = self._spans.get(module)
         return None if span is None or (span.dim == 1 and leaf == "bias") else span

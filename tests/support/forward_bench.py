@@ -1,5 +1,6 @@
 """A forward pass called as the runner calls it: one ragged batch at a time, over the slots of a cache."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from chairlift.models.forward import LayeredForward, StageT
 
 NUM_SLOTS = 9
 SLOT_LEN = 391
+MAX_TENTATIVE = 8  # tokens of a recurrent model that can be taken back
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,12 @@ class Bench:
     def __init__(self, shape: ModelShape, dtype: torch.dtype, forward: Forward) -> None:
         """`dtype`: that the model computes in."""
         kept = shape.kept(DType(str(dtype).removeprefix("torch.")))
-        self.cache = ContinuousBatchingKVCacheManager(kept, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"])
+        self.cache = ContinuousBatchingKVCacheManager(
+            kept, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"], states=shape.states(), max_tentative=MAX_TENTATIVE
+        )
+        for memory in self.cache.state_memories:  # nothing may read what was not written
+            memory.live.fill_(math.nan)
+            memory.pending.fill_(math.nan)
         self.cache.claim(NUM_SLOTS)
         self._forward = forward
 

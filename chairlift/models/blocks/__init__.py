@@ -14,12 +14,15 @@ from chairlift.models.blocks.block import (
     Weight,
 )
 from chairlift.models.blocks.dense_mlp import Activation, DenseMLPBlock, GatedMLP
-from chairlift.models.blocks.ends import EMBEDDING, HEAD, weights_of_ends
+from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
+from chairlift.models.blocks.names import AS_LLAMA, TensorNames
 
 __all__ = [
+    "AS_LLAMA",
     "EMBEDDING",
-    "HEAD",
     "Activation",
     "Arrange",
     "AttentionBlock",
@@ -28,7 +31,9 @@ __all__ = [
     "Cut",
     "DecoderLayer",
     "DenseMLPBlock",
+    "GatedDeltaNetBlock",
     "GatedMLP",
+    "GatedShortConvBlock",
     "Norms",
     "PackedSublayer",
     "Packer",
@@ -38,6 +43,7 @@ __all__ = [
     "Residual",
     "Rotation",
     "SelfAttention",
+    "TensorNames",
     "Units",
     "Weight",
     "weights_of_ends",

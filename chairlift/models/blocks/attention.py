@@ -31,7 +31,6 @@ class AttentionBlock:
 
     name: ClassVar[str] = "self_attn"
     role: ClassVar[str] = "attention"
-    native: ClassVar[str | None] = "attention"
 
     num_heads: int
     num_kv_heads: int
@@ -43,7 +42,13 @@ class AttentionBlock:
     qk_norm: QKNorm = QKNorm.NONE
     has_qkv_bias: bool = False
     has_output_bias: bool = False
+    has_output_gate: bool = False  # q_proj gives, head by head, the query and a gate of what the head attends to
     is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
+
+    @property
+    def native(self) -> str | None:
+        """Names its structure in native code, which has no output gates."""
+        return None if self.has_output_gate else "attention"
 
     @property
     def table(self) -> RopeTable | None:
@@ -60,8 +65,9 @@ class AttentionBlock:
 
     def weights(self) -> tuple[Weight, ...]:
         queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
+        gated = replace(queries, length=2 * self.head_dim) if self.has_output_gate else queries
         parts: tuple[Part, ...] = (
-            Part("q_proj", "attn_q", (queries,), self.head_dim),
+            Part("q_proj", "attn_q", (gated,), self.head_dim),
             Part("k_proj", "attn_k", (keys,), self.head_dim),
             Part("v_proj", "attn_v", (keys,)),
         )
@@ -103,7 +109,7 @@ class SelfAttention(BlockModule):
         self._table = block.table
         self.layer_idx = layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = block.num_heads, block.num_kv_heads, block.head_dim
-        num_fused_heads = block.num_heads + 2 * block.num_kv_heads
+        num_fused_heads = block.num_heads * (1 + block.has_output_gate) + 2 * block.num_kv_heads
         self.qkv_proj = Linear(hidden_size, num_fused_heads * block.head_dim, bias=block.has_qkv_bias)
         self.o_proj = Linear(block.num_heads * block.head_dim, hidden_size, bias=block.has_output_bias)
         self.q_norm = self.k_norm = None
@@ -114,7 +120,12 @@ class SelfAttention(BlockModule):
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; appends the tokens' keys and values to the slots."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D], or gates after queries
+        gate = None
+        if self.block.has_output_gate:
+            queries, others = heads.split((2 * self.num_heads, 2 * self.num_kv_heads), dim=1)
+            queries, gate = queries.unflatten(1, (-1, 2)).unbind(2)
+            heads = torch.cat((queries, others), dim=1)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -124,7 +135,10 @@ class SelfAttention(BlockModule):
             cosines, sines = now.ropes[self._table]
             rotated = apply_rope(rotated, cosines, sines)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        projected: torch.Tensor = self.o_proj(now.attend(self.layer_idx, query, key, value).flatten(1))
+        attended = now.attend(self.layer_idx, query, key, value)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
+        projected: torch.Tensor = self.o_proj(attended.flatten(1))
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:

@@ -22,6 +22,7 @@ from torch import nn
 from chairlift.cache.layout import Kept, Place, StateParams
 from chairlift.models.attention import Attend
 from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.recurrence import Recur
 from chairlift.models.rotary import RopeTable
 
 Arrange = Callable[[torch.Tensor], torch.Tensor]
@@ -65,16 +66,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A module of the wiring that holds weights, and the tensors of a checkpoint that are stacked in it, in order."""
+    """A module or parameter of the wiring, and the tensors of a checkpoint that are stacked in it, in order."""
 
     module: str
     parts: tuple[Part, ...]
     cut: Cut = Cut.NONE
+    is_parameter: bool = False  # names are whole, where others stand before `.weight` and `.bias`
 
     @classmethod
     def whole(cls, module: str, name: str, gguf: str) -> Self:
         """A weight that is one tensor, and is not divided."""
         return cls(module, (Part(name, gguf),))
+
+    @classmethod
+    def parameter(cls, part: Part, cut: Cut = Cut.NONE) -> Self:
+        """A weight that is a parameter of the block itself, and one tensor. It stays in float32 in any model."""
+        return cls(part.name, (part,), cut, is_parameter=True)
 
     def within(self, module: str, name: str, gguf: str) -> "Weight":
         """The same with its names behind these prefixes."""
@@ -88,6 +95,7 @@ class Pass:
 
     ropes: Mapping[RopeTable, torch.Tensor]  # [2, T, 1, rotated] each: cosines and sines of the tokens
     attend: Attend
+    recur: Recur | None = None  # None: no block of the model has a state
 
 
 class BlockModule(nn.Module):
@@ -107,7 +115,11 @@ class Block(Protocol):
 
     name: ClassVar[str]  # of its module in a layer, as Hugging Face's tensors have it
     role: ClassVar[str]  # in the names of the norms around it: attention or mlp
-    native: ClassVar[str | None]  # its kind in `cpu/structures.py`; None: there is no native code for it
+
+    @property
+    def native(self) -> str | None:
+        """Names its kind in `cpu/structures.py`; None: there is no native code for it."""
+        ...
 
     def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> BlockModule:
         """The module, without weights."""

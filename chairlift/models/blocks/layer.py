@@ -1,8 +1,13 @@
-"""A layer: its blocks one after the other, each with its residual around it and norms before it, after it, or both."""
+"""A layer: its blocks one after the other, each with its residual around it and norms before it, after it, or both.
+
+Neighbours of one role stand side by side: they read the same input, between the same norms, and their outputs are
+added up.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -47,7 +52,7 @@ _GGUF_NAMES = {
 def weights_of_layer(blocks: Sequence[Block], norms: Norms) -> list[Weight]:
     """Its weights, with names within the layer."""
     weights = [weight.within(f"{each.name}.", f"{each.name}.", "") for each in blocks for weight in each.weights()]
-    names = [f"{place}_{each.role}_norm" for each in blocks for place in norms.places]
+    names = [f"{place}_{role}_norm" for role in dict.fromkeys(each.role for each in blocks) for place in norms.places]
     return weights + [Weight.whole(name, _NAMES[norms][name], _GGUF_NAMES[name]) for name in names]
 
 
@@ -69,12 +74,19 @@ class PackedSublayer(NamedTuple):
 
 @dataclass(slots=True)
 class _Normed:
-    """A block between its norms."""
+    """Blocks of one role between their norms."""
 
     pre: RMSNorm | None
-    block: BlockModule
+    blocks: list[tuple[Block, BlockModule]]
     post: RMSNorm | None
-    native: str | None
+
+    def add_up(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        """Runs the blocks over the same input `[T, hidden]`; returns the sum."""
+        (_, first), *others = self.blocks
+        total: torch.Tensor = first(x, now)
+        for _, module in others:
+            total = total + module(x, now)
+        return total
 
 
 class DecoderLayer(nn.Module):
@@ -94,20 +106,14 @@ class DecoderLayer(nn.Module):
         for each, module in zip(blocks, modules, strict=True):
             self.add_module(each.name, module)
         self._norms: dict[str, RMSNorm] = {}
-        for each in blocks:
+        self._blocks: list[_Normed] = []
+        for role, members in groupby(zip(blocks, modules, strict=True), key=lambda each: each[0].role):
             for place in norms.places:
-                name = f"{place}_{each.role}_norm"
+                name = f"{place}_{role}_norm"
                 self._norms[name] = make_norm(hidden_size)
                 self.add_module(name, self._norms[name])
-        self._blocks = [
-            _Normed(
-                self._norms.get(f"pre_{each.role}_norm"),
-                module,
-                self._norms.get(f"post_{each.role}_norm"),
-                each.native,
-            )
-            for each, module in zip(blocks, modules, strict=True)
-        ]
+            pre, post = (self._norms.get(f"{place}_{role}_norm") for place in ("pre", "post"))
+            self._blocks.append(_Normed(pre, list(members), post))
         self._residual_scale = residual_scale
 
     def forward(self, stream: Residual, now: Pass) -> Residual:
@@ -115,14 +121,15 @@ class DecoderLayer(nn.Module):
         x, delta = stream.x, stream.delta
         for each in self._blocks:
             x, entering = _enter(each.pre, x, delta)
-            delta = self._leave(each.post, each.block(entering, now))
+            delta = self._leave(each.post, each.add_up(entering, now))
         return Residual(x, delta)
 
     def pack(self, packer: Packer) -> list[PackedSublayer]:
         """Takes the weights out, block by block."""
         return [
-            PackedSublayer(each.native, each.block.pack(packer), packer.norm(each.pre), packer.norm(each.post))
+            PackedSublayer(block.native, module.pack(packer), packer.norm(each.pre), packer.norm(each.post))
             for each in self._blocks
+            for block, module in each.blocks
         ]
 
     def _leave(self, norm: RMSNorm | None, delta: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +53,12 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
 
 def _find_block_obstacle(layers: Sequence[Layer]) -> str | None:
     foreign = sorted({block.name for layer in layers for block in layer if block.native is None})
-    return f"it has no code for blocks like {', '.join(foreign)}" if foreign else None
+    if foreign:
+        return f"it has no code for blocks like {', '.join(foreign)}"
+    roles = ([block.role for block in layer] for layer in layers)
+    if any(first == second for each in roles for first, second in pairwise(each)):
+        return "it has no code for blocks that stand side by side in a layer"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""The short causal convolution of recurrent blocks: each feature of a token, weighted with the same of the last few.
+
+A slot keeps the inputs of the last `kernel_size - 1` tokens, the oldest first, as the first elements of a state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class CausalConv(nn.Module):
+    """The weights, in the shape that checkpoints give them."""
+
+    def __init__(self, num_features: int, kernel_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_features, 1, kernel_size))
+        self.bias = nn.Parameter(torch.empty(num_features)) if bias else None
+
+    def taps(self) -> "Taps":
+        """Returns them as a token's step uses them."""
+        weights = self.weight.float().squeeze(1).T.contiguous()
+        return Taps(weights, None if self.bias is None else self.bias.float())
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The weights in float32, by age: the oldest token's first."""
+
+    weights: torch.Tensor  # [kernel_size, features]
+    bias: torch.Tensor | None  # [features]
+
+    def advance(self, state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Convolves a token of each row, `[n, features]`, with the window in `state`, and takes it in, in place.
+
+        `state`: `[n, at least (kernel_size - 1) * features]`.
+        """
+        num_kept, num_features = len(self.weights) - 1, x.shape[1]
+        window = state[:, : num_kept * num_features].view(-1, num_kept, num_features)
+        weighed = [*(window * self.weights[:-1]).unbind(1), x * self.weights[-1]]
+        convolved: torch.Tensor = weighed[0]
+        for each in weighed[1:]:
+            convolved = convolved + each
+        window.copy_(torch.cat((window[:, 1:], x.unsqueeze(1)), dim=1))
+        return convolved if self.bias is None else convolved + self.bias

@@ -1,0 +1,58 @@
+"""Spells the tensors of a checkpoint as its family does, where that differs from Llama's way."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from chairlift.models.blocks.block import Weight
+
+_BODY, _HEAD = "model.", "lm_head"
+_TOWERS = (("model.language_model.", "lm_head"), ("language_model.model.", "language_model.lm_head"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names in a family's checkpoints."""
+
+    spellings: tuple[tuple[str, str], ...] = ()  # beginnings of names within a layer or the body: ours, theirs
+    body: str = _BODY  # stands before the names of the embedding, the layers and the last norm
+    head: str = _HEAD
+    skipped: tuple[str, ...] = ()  # beginnings of tensors that the text model does without
+
+    @property
+    def embedding(self) -> str:
+        """Names the tensor of the embedding."""
+        return f"{self.body}{self._spell('embed_tokens')}.weight"
+
+    @property
+    def head_weight(self) -> str:
+        """Names the tensor of the head."""
+        return f"{self.head}.weight"
+
+    def of_body(self, weight: Weight, prefix: str = "") -> Weight:
+        """Respells a weight whose names are within the body, behind `prefix`."""
+        parts = (replace(part, name=f"{self.body}{prefix}{self._spell(part.name)}") for part in weight.parts)
+        return replace(weight, parts=tuple(parts))
+
+    def of_head(self, weight: Weight) -> Weight:
+        """Respells the head."""
+        return replace(weight, parts=tuple(replace(part, name=self.head) for part in weight.parts))
+
+    def found_in(self, names: Iterable[str]) -> "TensorNames":
+        """The same for a checkpoint that holds a text model as a part of another, if it does so."""
+        given = set(names)
+        towers = (replace(self, body=body, head=head) for body, head in ((self.body, self.head), *_TOWERS))
+        return next((each for each in towers if each.embedding in given), self)
+
+    def is_skipped(self, name: str) -> bool:
+        """True for a tensor that the text model does without."""
+        return name.startswith(self.skipped)
+
+    def _spell(self, name: str) -> str:
+        for ours, theirs in self.spellings:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+
+AS_LLAMA = TensorNames()
+"""The names of most families."""

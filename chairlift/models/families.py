@@ -4,7 +4,7 @@
 more entry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -13,8 +13,18 @@ import transformers
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm
-from chairlift.models.config import LAYER_TYPES, ModelConfig
+from chairlift.models.blocks import (
+    AS_LLAMA,
+    Activation,
+    AttentionBlock,
+    Block,
+    DenseMLPBlock,
+    Norms,
+    QKNorm,
+    TensorNames,
+)
+from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
+from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
 from chairlift.models.rope import read_rope
 from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
 
@@ -24,6 +34,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
+_FULL, _SLIDING = sorted(LAYER_TYPES)
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
@@ -42,8 +53,15 @@ class Family:
     has_windows: bool = False  # in the layers that layer_types says, or in all
     is_partly_rotated: bool = False  # rope turns the share of a head that partial_rotary_factor says
     ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
+    mixers: Mapping[str, Callable[[Any], Block]] = field(default_factory=dict)  # by layer type, instead of attention
+    names: TensorNames = AS_LLAMA
 
 
+_MODEL: Differences = {"rms_norm_eps": attrgetter("rms_norm_eps")}
+_MLP: Differences = {
+    "intermediate_size": attrgetter("intermediate_size"),
+    "activation": lambda config: _read_activation(config),
+}
 _ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
 _MLP_BIAS = {"has_bias": attrgetter("mlp_bias")}
 _MULTIPLIERS = {
@@ -58,6 +76,7 @@ _GEMMA = {
     "embedding_scale": lambda config: config.hidden_size**0.5,
     "logits_softcap": attrgetter("final_logit_softcapping"),
 }
+_NOT_TEXT = ("model.visual.", "visual.", "mtp.")  # images, and layers that guess further tokens
 FAMILIES = {
     "LlamaForCausalLM": Family("LlamaConfig", _ATTENTION_BIAS, _MLP_BIAS),
     "MistralForCausalLM": Family("MistralConfig", has_windows=True),
@@ -92,6 +111,35 @@ FAMILIES = {
         has_windows=True,
         ropes=lambda config: _ropes_by_type(config),
     ),
+    "Qwen3_5ForCausalLM": Family(
+        "Qwen3_5TextConfig",
+        {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD, "has_output_gate": True},
+        model={"has_offset_norms": True},
+        is_partly_rotated=True,
+        ropes=lambda config: [_without_sections(config.rope_parameters)] * config.num_hidden_layers,
+        mixers={"linear_attention": read_gated_delta_net},
+        names=TensorNames(skipped=_NOT_TEXT),
+    ),
+    "Lfm2ForCausalLM": Family(
+        "Lfm2Config",
+        {"qk_norm": QKNorm.HEAD},
+        {"activation": Activation.SILU, "intermediate_size": lambda config: _lfm2_inner_size(config)},
+        {"rms_norm_eps": attrgetter("norm_eps")},
+        mixers={"conv": read_gated_short_conv},
+        names=TensorNames(
+            (
+                ("norm", "embedding_norm"),
+                ("input_layernorm", "operator_norm"),
+                ("post_attention_layernorm", "ffn_norm"),
+                ("self_attn.o_proj", "self_attn.out_proj"),
+                ("self_attn.q_norm", "self_attn.q_layernorm"),
+                ("self_attn.k_norm", "self_attn.k_layernorm"),
+                ("mlp.gate_proj", "feed_forward.w1"),
+                ("mlp.up_proj", "feed_forward.w3"),
+                ("mlp.down_proj", "feed_forward.w2"),
+            )
+        ),
+    ),
     "SeedOssForCausalLM": Family(
         "SeedOssConfig", {**_ATTENTION_BIAS, "has_output_bias": attrgetter("attention_out_bias")}, _MLP_BIAS
     ),
@@ -123,8 +171,25 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     head_dim: int | None = getattr(config, "head_dim", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
-    windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
-    ropes = _read_ropes(family, config, head_dim)
+    layers = _read_layers(family, config, head_dim)
+    ropes = [block.rope for layer in layers for block in layer if isinstance(block, AttentionBlock) and block.rope]
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        layers=layers,
+        max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes)]),
+        dtype=read_dtype(config),
+        hidden_size=config.hidden_size,
+        is_tied=config.tie_word_embeddings,
+        names=family.names,
+        **_resolve(_MODEL | family.model, config),
+    )
+
+
+def _read_layers(family: Family, config: Any, head_dim: int) -> tuple[Layer, ...]:
+    kinds = _read_layer_types(family, config)
+    has_window = _SLIDING in kinds and getattr(config, "use_sliding_window", True)
+    window = read_window(config.sliding_window) if has_window else None
     attention = {
         "num_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads,
@@ -132,29 +197,33 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         "scale": head_dim**-0.5,
         **_resolve(family.attention, config),
     }
-    mlp = DenseMLPBlock(
-        intermediate_size=config.intermediate_size,
-        activation=_read_activation(config),
-        **_resolve(family.mlp, config),
-    )
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config.vocab_size,
-        layers=tuple(
-            (AttentionBlock(rope=rope, window=window, **attention), mlp)
-            for rope, window in zip(ropes, windows, strict=False)
-        ),
-        max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
-        dtype=read_dtype(config),
-        hidden_size=config.hidden_size,
-        rms_norm_eps=config.rms_norm_eps,
-        is_tied=config.tie_word_embeddings,
-        **_resolve(family.model, config),
-    )
+    mixers = {kind: read(config) for kind, read in family.mixers.items() if kind in kinds}
+    mlp = DenseMLPBlock(**_resolve(_MLP | family.mlp, config))
+    layers: list[Layer] = []
+    for kind, rope in zip(kinds, _read_ropes(family, config, head_dim), strict=True):
+        seen = window if kind == _SLIDING else None
+        mixer = mixers[kind] if kind in mixers else AttentionBlock(rope=rope, window=seen, **attention)
+        layers.append((mixer, mlp))
+    return tuple(layers)
 
 
 def _resolve(differences: Differences, config: Any) -> dict[str, Any]:
     return {name: value(config) if callable(value) else value for name, value in differences.items()}
+
+
+def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out how a token's place in an image is divided among the pairs: of text, all its places are the same."""
+    return {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+
+
+def _lfm2_inner_size(config: Any) -> int:
+    """The inner features of its MLPs: two thirds of what the config says, scaled, and rounded up."""
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    multiplier, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+    size = int((1 if multiplier is None else multiplier) * int(2 * size / 3))
+    return size if multiplier is None else multiple * -(-size // multiple)
 
 
 def _ropes_by_type(config: Any) -> list[Any]:
@@ -182,14 +251,19 @@ def _read_ropes(family: Family, config: Any, head_dim: int) -> list[RopeConfig |
     return [None if rope is None else read[id(rope)] for rope in given]
 
 
-def _read_windows(config: Any) -> list[int | None]:
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    if unknown := set(kinds) - LAYER_TYPES:
+def _read_layer_types(family: Family, config: Any) -> list[str]:
+    """Each layer's. CheckpointError for one that the family has not."""
+    if not family.has_windows and not family.mixers:
+        return [_FULL] * config.num_hidden_layers
+    supported = {*family.mixers, *(LAYER_TYPES if family.has_windows else {_FULL})}
+    kinds = list(getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers)
+    if unknown := set(kinds) - supported:
+        raise CheckpointError(f"layer type {shown(min(unknown))} is not supported, only {', '.join(sorted(supported))}")
+    if len(kinds) != config.num_hidden_layers:
         raise CheckpointError(
-            f"layer type {shown(min(unknown))} is not supported, only {', '.join(sorted(LAYER_TYPES))}"
+            f"it has types for {len(kinds)} layers, and num_hidden_layers is {config.num_hidden_layers}"
         )
-    window = read_window(config.sliding_window) if getattr(config, "use_sliding_window", True) else None
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return kinds
 
 
 def read_window(window: object) -> int | None:

@@ -1,0 +1,137 @@
+"""Families with a recurrent state give the logits of transformers' own classes, in every mix of batch and chunk."""
+
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.config import AttentionBackend, DType
+from chairlift.models import InvariantForward, PiecewiseForward, find_obstacle, load_model, open_checkpoint
+from chairlift.models.attention import Forward
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from tests.models.support import edit, read_config, refusal, write_config
+from tests.parity.test_families import assert_near, reference_logits
+from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
+
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
+# A name begins with the model type.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 32, **DELTA_NET},
+    "qwen3_5_text, as many heads": {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "tie_word_embeddings": True,
+        "head_dim": 24,
+        **DELTA_NET,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": True},
+    "lfm2, biases": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+@cache
+def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
+    """A random checkpoint of that family, and transformers' model of it."""
+    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
+    return directory / family, make_checkpoint(directory / family, seed=3, **fields)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recurrent")
+
+
+def bench(path: Path, *, is_invariant: bool = False) -> Bench:
+    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
+    forward: Forward = PiecewiseForward(model, TorchBackend(model.config.attention))
+    return Bench(model.config, model.dtype, InvariantForward(model) if is_invariant else forward)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path, family: str) -> None:
+    path, reference = checkpoint(directory, family)
+    (tokens,) = random_prompts(4, [150])
+    steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 140, 148, 149])
+    assert_near(logits_of(bench(path), steps), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_logits_do_not_depend_on_the_chunks_of_a_prompt(directory: Path, family: str, size: int) -> None:
+    path, reference = checkpoint(directory, family)
+    (tokens,) = random_prompts(9, [100])
+    ours = bench(path)
+    chunks = [ours.run([Row(2, tokens[start : start + size])])[0] for start in range(0, len(tokens), size)]
+    assert_near(torch.cat(chunks), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(directory: Path, family: str) -> None:
+    path, _ = checkpoint(directory, family)
+    (tokens,) = random_prompts(4, [40])
+    alone = bench(path, is_invariant=True).run([Row(1, tokens)])[0]
+    steps = steps_around(random.Random(6), 4, tokens, [1, 3, 17, 39])
+    assert torch.equal(logits_of(bench(path, is_invariant=True), steps), alone)
+
+
+def test_native_code_says_which_block_it_lacks(directory: Path) -> None:
+    for family, lacking in (("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "gated short convolutions")):
+        config = open_checkpoint(str(checkpoint(directory, family)[0])).config
+        obstacle = find_obstacle(AttentionBackend.CPU, config, DType.FLOAT32, "cpu")
+        assert obstacle == f"its kernels have no {lacking} yet"
+
+
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("qwen3_5_text", {"layer_types": [*LAYERS[:2], "chunked_attention"]}, "layer type .chunked_attention"),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, "3 linear value heads cannot share 2 key heads"),
+        ("qwen3_5_text", {"linear_key_head_dim": 0}, "linear_key_head_dim must be at least 1, not 0"),
+        ("qwen3_5_text", {"linear_key_head_dim": 8}, r"in_proj_qkv.weight has shape \[160, 64\]; .* \[128, 64\]"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 5}, r"conv1d.weight has shape \[160, 1, 4\]; .* \[160, 1, 5\]"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
+        ("lfm2", {"layer_types": ["conv", "sliding_attention", "full_attention"]}, "layer.*sliding_attention"),
+    ],
+)
+def test_configs_that_make_no_recurrent_model_are_refused(
+    tmp_path: Path, family: str, fields: dict[str, Any], reason: str
+) -> None:
+    shape = {**FAMILIES[family], "num_hidden_layers": 3}
+    make_checkpoint(tmp_path, model_type=family, **shape)
+    write_config(tmp_path, read_config(tmp_path), **fields)
+    message = refusal(tmp_path)
+    assert re.search(reason, message), message
+
+
+def test_missing_weights_of_a_convolution_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="lfm2", **FAMILIES["lfm2"])
+    edit(tmp_path, {"model.layers.1.conv.conv.weight": None})
+    assert refusal(tmp_path).endswith("the checkpoint lacks model.layers.1.conv.conv.weight")
+
+
+def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="qwen3_5_text", **FAMILIES["qwen3_5_text"])
+    edit(tmp_path, {"mtp.fc.weight": torch.zeros(4, 4)})
+    assert load_model(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu", SLOT_LEN).config.num_layers == 4
+    edit(tmp_path, {"more.fc.weight": torch.zeros(4, 4)})
+    assert refusal(tmp_path).endswith("the checkpoint has tensors that this model has no place for: more.fc.weight")

@@ -15,18 +15,15 @@ import pickle
 import select
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -36,8 +33,9 @@ from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
-from chairlift.engine.parts import Process, StartProcess
+from chairlift.engine.parts import StartProcess
 from chairlift.engine.plan_pickling import PlanReader, PlanWriter
+from chairlift.engine.rank_processes import RankProcesses
 from chairlift.engine.ranks import Computer, Ranks
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.models import Checkpoint
@@ -47,7 +45,7 @@ from chairlift.plan import Job, StepPlan
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0  # between an error and the notice that a lost rank was its cause
-_END_S = 5.0  # for a process to end by itself
+_PROGRAM = "from chairlift.engine.parallel import follow; follow({fd})"
 
 
 class _Divided(Ranks):
@@ -87,6 +85,12 @@ class Follower(_Divided):
         return self._reader.read(message) if isinstance(message, bytes) else message
 
 
+def _place(rank: int, config: EngineConfig, folder: str) -> tuple[int, EngineConfig, str]:
+    """Returns what `_Divided` is made of on another rank."""
+    device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
+    return rank, config.model_copy(update={"device": device}), folder
+
+
 class Leader(_Divided):
     """Rank 0. The others start when it is created, and end with it."""
 
@@ -97,7 +101,8 @@ class Leader(_Divided):
         folder = tempfile.mkdtemp(prefix="chairlift-")
         super().__init__(0, config, folder)
         self._removal = finalize(self, shutil.rmtree, folder, True)
-        self._others = _Others(config, folder, start)
+        places = [_place(rank, config, folder) for rank in range(1, config.tensor_parallel_size)]
+        self._others = RankProcesses(places, _PROGRAM, start)
         self._end = finalize(self, self._others.end)
 
     @property
@@ -111,7 +116,7 @@ class Leader(_Divided):
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
         part, machine = super().split(checkpoint, machine)
-        self._others.group = part.group
+        self._others.when_lost = part.group.abort
         return part, machine
 
     def least(self, own: int) -> int:
@@ -137,7 +142,7 @@ class Leader(_Divided):
 class _Led:
     """Has all ranks compute: the others first, so that none waits longer than it must. See `Computer`."""
 
-    def __init__(self, own: Computer, others: "_Others") -> None:
+    def __init__(self, own: Computer, others: RankProcesses) -> None:
         self._own, self._others = own, others
         self._writer = PlanWriter()
 
@@ -155,109 +160,6 @@ class _Led:
     def record_missing(self) -> bool:
         """One of the ranks might lack memory for a graph, and the others would wait for it."""
         return False
-
-
-class _Others:
-    """The processes of the other ranks. Has no reference to the engine, so that they end when that is collected."""
-
-    def __init__(self, config: EngineConfig, folder: str, start: StartProcess) -> None:
-        """`folder`: see `_Divided`."""
-        self.failure: str | None = None
-        self.is_over = threading.Event()
-        self.group: Group | None = None
-        self._is_ending = False
-        self._processes: list[Process] = []
-        self._links: list[Connection] = []
-        for rank in range(1, config.tensor_parallel_size):
-            link, theirs = Pipe()
-            with theirs:
-                program = f"from chairlift.engine.parallel import follow; follow({theirs.fileno()})"
-                self._processes.append(start(program, theirs.fileno()))
-            self._links.append(link)
-            device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
-            link.send((rank, config.model_copy(update={"device": device}), folder))
-        self._answers = [SimpleQueue[int | None]() for _ in self._links]
-        self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
-        self._thread.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [process.pid for process in self._processes]
-
-    def answers(self) -> list[int]:
-        """One answer of each rank. EngineDead if a rank is lost."""
-        answers = [answer for queue in self._answers if (answer := queue.get()) is not None]
-        if len(answers) < len(self._answers):
-            raise EngineDead(self.failure)
-        return answers
-
-    def tell(self, message: object) -> None:
-        """Sends a message to all. `_listen` notices a lost rank."""
-        if not self.is_over.is_set():
-            pickled = pickle.dumps(message)
-            with suppress(OSError):
-                for link in self._links:
-                    link.send_bytes(pickled)
-
-    def fail(self, reason: str) -> None:
-        """Kills all of them at once."""
-        if self.failure is None:
-            self.failure = reason
-            logger.critical("%s; all ranks end", reason)
-        self._kill()
-        self.is_over.set()
-        for queue in self._answers:
-            queue.put(None)
-        if self.group is not None:
-            self.group.abort()
-
-    def end(self) -> None:
-        """Asks them to end, and waits; kills those that take too long."""
-        self._is_ending = True
-        for link in self._links:
-            os.set_blocking(link.fileno(), False)  # a rank that is stopped takes no more messages, and is killed below
-        self.tell(None)
-        deadline = time.monotonic() + _END_S
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        self._kill()
-        if threading.current_thread() is not self._thread:  # which may also collect garbage and so call this
-            self._thread.join()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def _listen(self) -> None:
-        """In a thread: receives their answers, until one of them is lost."""
-        last_words: dict[int, str] = {}
-        while True:
-            ready = wait(self._links)
-            for index in (index for index, link in enumerate(self._links) if link in ready):
-                try:
-                    said = self._links[index].recv()
-                except (EOFError, OSError):
-                    if not self._is_ending:
-                        self.fail(_describe_end(index + 1, self._processes[index], last_words.get(index)))
-                    return
-                if isinstance(said, str):
-                    last_words[index] = said
-                else:
-                    self._answers[index].put(said)
-
-
-def _describe_end(rank: int, process: Process, last_words: str | None) -> str:
-    """Says why a rank has closed its link."""
-    if last_words is not None:
-        return f"rank {rank} failed: {last_words}"
-    with suppress(subprocess.TimeoutExpired):
-        code = process.wait(_END_S)
-        if code < 0:
-            return f"rank {rank} was killed by signal {-code}"
-    return f"rank {rank} has ended"
 
 
 def follow(fd: int) -> None:

@@ -29,7 +29,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import DType, Quantization
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.processor import usable_instruction_sets
 from chairlift.models.loader import count_parameters
 
 FORMATS = ("bfloat16", "int8", "int4", "file")

@@ -31,7 +31,7 @@ def usable_cores() -> int:
 
 def describe_machine() -> dict[str, Any]:
     """Model name, the level that Chairlift's kernels take here unless told otherwise, cores, memory, system."""
-    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level  # torch, after what is measured
+    from chairlift.models.cpu.processor import usable_instruction_sets, wanted_level  # torch, after what is measured
 
     return {
         "cpu": _cpu_model(),

@@ -23,7 +23,8 @@ from pydantic import ConfigDict, Field, create_model
 from chairlift.__main__ import COMMANDS
 from chairlift.api.app import ROUTES
 from chairlift.flags import read_settings
-from chairlift.models.cpu.build import find_compiler, instruction_sets, usable_instruction_sets
+from chairlift.models.cpu.build import find_compiler, instruction_sets
+from chairlift.models.cpu.processor import usable_instruction_sets
 from hatch_build import KernelsHook
 from tests.api.conftest import SLOTS
 from tests.api.contract import serving

@@ -17,7 +17,7 @@ from comparison.contest import Score, Standing, Trial, record, table
 from peers.engines import Engine, UsageError
 
 from chairlift.loadtest.workload import WORDS
-from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.processor import usable_instruction_sets
 from tests.support.kernels import needs_kernels
 
 from .conftest import FIELDS, SETTINGS, SHAPE, FakeEngine, RunScript

@@ -15,7 +15,7 @@ def load(session: Session) -> Generate:
     import torch
 
     import chairlift
-    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level
+    from chairlift.models.cpu.processor import usable_instruction_sets, wanted_level
     from chairlift.params import RequestOptions
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)

@@ -27,7 +27,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError, sized
 from chairlift.models.attention import Forward
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu.build import find_drawback, wanted_level
+from chairlift.models.cpu.processor import find_drawback, wanted_level
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Finds the kernels' library for this machine: in the package if a wheel brought it, else compiled once and kept.
 
-The processor's features decide at run time which instructions are used. There is one library per instruction set, so
-that a home directory shared by several machines works, and tests can try every set that the machine has.
+The processor's features decide at run time which instructions are used (`processor`). There is one library per
+instruction set, so that a home directory shared by several machines works, and tests can try every set that the machine
+has.
 
 A library is executed, so no other user may be able to write to the cache directory, and a library in it ends with a
 digest of its content: one that was truncated or changed is compiled again rather than run.
@@ -28,7 +29,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-LEVEL_VARIABLE = "CHAIRLIFT_CPU_LEVEL"
 CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
@@ -39,10 +39,7 @@ _MARK = b"chairlift-sha256"  # begins the trailer after the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
 _SCRATCH = "compiling-"  # begins the names of folders that exist while a compiler runs
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
-_LINUX, _MACOS = "Linux", "Darwin"
-_AT_HWCAPS = (16, 26)  # in the auxiliary vector that Linux passes to every process: 64 bits each
-_MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
-_ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
+_LINUX = "Linux"
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_FLAGS = (
@@ -115,6 +112,7 @@ def load_library(isa: str | None) -> ctypes.CDLL:
 
     CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
     """
+    from chairlift.models.cpu.processor import find_drawback, usable_instruction_sets, wanted_level
     from chairlift.models.cpu.structures import start
 
     usable = usable_instruction_sets()
@@ -133,81 +131,6 @@ def load_library(isa: str | None) -> ctypes.CDLL:
             return library
         logger.warning("the kernels for %s cannot be used: %s", name, problem)
     raise CpuKernelsUnavailable(f"no kernels can be used: {problem}")
-
-
-def wanted_level() -> str | None:
-    """The instruction set that $CHAIRLIFT_CPU_LEVEL names. ConfigurationError if this processor has none such."""
-    from chairlift.errors import ConfigurationError
-
-    wanted, usable = os.environ.get(LEVEL_VARIABLE), usable_instruction_sets()
-    if not wanted or wanted in usable:
-        return wanted or None
-    has = ", ".join(usable) or "none"
-    raise ConfigurationError(f"${LEVEL_VARIABLE}: {wanted!r} is not a level of this processor, which has {has}")
-
-
-def usable_instruction_sets() -> list[str]:
-    """Names of the sets whose features this processor has, the best first; those slow on it come last."""
-    system, machine, vendor = platform.system(), platform.machine(), None
-    if system == _MACOS and machine == "arm64":
-        features = _mac_features()
-    elif system != _LINUX:
-        return []
-    elif machine == "aarch64":
-        features = _arm_features(_hwcap())
-    else:
-        features, vendor = _x86_features(), _vendor()
-    usable = [each for each in instruction_sets(machine) if features.issuperset(each.features)]
-    return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
-
-
-def _x86_features() -> frozenset[str]:
-    """Features as torch names them."""
-    import torch
-
-    return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
-
-
-def _arm_features(hwcap: int) -> frozenset[str]:
-    """Features as Linux names them: https://docs.kernel.org/arch/arm64/elf_hwcaps.html"""
-    return frozenset(name for name, bit in _ARM_HWCAPS.items() if hwcap >> bit & 1)
-
-
-def _hwcap() -> int:
-    getauxval = ctypes.CDLL(None).getauxval
-    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
-    return sum(int(getauxval(kind)) << 64 * place for place, kind in enumerate(_AT_HWCAPS))
-
-
-def _mac_features() -> frozenset[str]:
-    """https://developer.apple.com/documentation/kernel/1387446-sysctlbyname/determining_instruction_set_characteristics"""
-    return frozenset(["asimd", *(name for name, fact in _MAC_FACTS.items() if _sysctl(f"hw.optional.arm.{fact}"))])
-
-
-def _sysctl(name: str) -> int:
-    """A value of macOS's sysctl; 0 for an unknown name."""
-    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
-    return 0 if failed else value.value
-
-
-def _vendor() -> str:
-    """The processor's vendor, as Linux reports it on x86."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
-
-
-def find_drawback() -> str | None:
-    """Why torch's own kernels are the better choice on this machine, as far as is known; None if they are not."""
-    system, machine = platform.system(), platform.machine()
-    if system == _MACOS and usable_instruction_sets():
-        return "the native code is untested on macOS; attention_backend cpu uses it anyway"
-    if system != _LINUX:
-        name = "macOS on Intel" if system == _MACOS else system
-        return f"the native code runs on Linux, not on {name}; a Linux container or virtual machine has it"
-    if any(name != PLAIN for name in usable_instruction_sets()):
-        return None
-    return "this processor has no AVX2" if machine == "x86_64" else f"the native code is slow on {machine} processors"
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
-from chairlift.models.cpu.build import instruction_sets, usable_instruction_sets
+from chairlift.models.cpu.build import instruction_sets
+from chairlift.models.cpu.processor import usable_instruction_sets
 from tests.models.cpu.support import FORMATS, Format
 
 _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of this machine; the others are slow tests

@@ -16,7 +16,7 @@ import torch
 from chairlift import LLM
 from chairlift.errors import ConfigurationError
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library, structures
-from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.processor import Processor, find_drawback, mac_features, usable_instruction_sets
 
 # A compiler that counts its calls, and whose library is one that was compiled before.
 COPYING = """#!/bin/sh
@@ -24,6 +24,9 @@ echo "$*" >> {calls}
 for last; do :; done
 cp {library} "$last"
 """
+
+
+load_anew = build.load_library.__wrapped__  # which remembers nothing
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Cache:
 
     def refusal(self, isa: str | None = None) -> str:
         with pytest.raises(CpuKernelsUnavailable) as caught:
-            build.load_library(isa)
+            load_anew(isa)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -82,7 +85,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     directory = tmp_path / "cache" / "kernels"
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(directory))
     monkeypatch.delenv("CHAIRLIFT_CPU_LEVEL", raising=False)
-    monkeypatch.setattr(build, "load_library", build.load_library.__wrapped__)
     return Cache(directory, tmp_path, monkeypatch)
 
 
@@ -94,13 +96,13 @@ def copying(library: Path, cache: Cache) -> Cache:
 
 
 def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     assert copying.library.name.startswith(f"kernels-{usable_instruction_sets()[0]}-")
-    build.load_library(None)
+    load_anew(None)
     assert len(copying.calls) == 1
     copying.patch.setenv("CXX", "no-such-compiler")
     copying.patch.setenv("PATH", "")
-    build.load_library(None)
+    load_anew(None)
     assert len(copying.names) == 1
 
 
@@ -114,23 +116,21 @@ def test_a_library_shows_its_c_interface_alone(library: Path) -> None:
 
 def test_every_instruction_set_has_a_library_of_its_own_and_the_environment_names_one(copying: Cache) -> None:
     copying.patch.setenv("CHAIRLIFT_CPU_LEVEL", "plain")
-    build.load_library(None)
+    load_anew(None)
     assert copying.library.name.startswith("kernels-plain-")
     usable = usable_instruction_sets()
     for isa in usable:
-        build.load_library(isa)
+        load_anew(isa)
     assert len(copying.names) == len(usable) == len(copying.calls)
 
 
 @pytest.mark.parametrize(("vendor", "first"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")])
-def test_bf16_is_used_where_the_vendor_made_it_fast(vendor: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_used_where_the_vendor_made_it_fast(vendor: str, first: str) -> None:
     sets = build.instruction_sets("x86_64")
-    features = {name: True for each in sets for name in each.features if "amx" not in name}
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    monkeypatch.setattr(build, "_vendor", lambda: vendor)
-    assert usable_instruction_sets()[0] == first
-    assert "avx512_bf16" in usable_instruction_sets()
+    features = frozenset(name for each in sets for name in each.features if "amx" not in name)
+    usable = usable_instruction_sets(Processor("Linux", "x86_64", features, vendor))
+    assert usable[0] == first
+    assert "avx512_bf16" in usable
 
 
 ELSEWHERE = "the native code runs on Linux, not on {}; a Linux container or virtual machine has it"
@@ -146,12 +146,9 @@ ELSEWHERE = "the native code runs on Linux, not on {}; a Linux container or virt
         ("Windows", "AMD64", ELSEWHERE.format("Windows")),
     ],
 )
-def test_it_is_said_why_torch_computes(system: str, machine: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: system)
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    monkeypatch.setattr(build, "_sysctl", lambda _: 0)
-    assert build.find_drawback() == said
+def test_it_is_said_why_torch_computes(system: str, machine: str, said: str) -> None:
+    features = frozenset({"asimd"} if machine == "arm64" else ())
+    assert find_drawback(Processor(system, machine, features)) == said
 
 
 @pytest.mark.parametrize(
@@ -162,26 +159,24 @@ def test_it_is_said_why_torch_computes(system: str, machine: str, said: str, mon
         (["FEAT_DotProd", "FEAT_I8MM", "FEAT_BF16"], ["neon_bf16", "neon_dotprod", "neon"]),  # M2
     ],
 )
-def test_a_mac_says_what_its_chip_has(facts: list[str], levels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(build, "_sysctl", lambda name: int(name.removeprefix("hw.optional.arm.") in facts))
-    assert usable_instruction_sets() == levels
+def test_a_mac_says_what_its_chip_has(facts: list[str], levels: list[str]) -> None:
+    features = mac_features(lambda name: int(name.removeprefix("hw.optional.arm.") in facts))
+    assert usable_instruction_sets(Processor("Darwin", "arm64", features)) == levels
 
 
 def test_other_sources_or_flags_make_another_library(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     before = copying.library
     sources = shutil.copytree(build._SOURCES, copying.around / "csrc")
     copying.patch.setattr(build, "_SOURCES", sources)
-    build.load_library(None)
+    load_anew(None)
     assert copying.library == before
     with (sources / "grouped" / "plain.h").open("a") as header:
         header.write("// changed\n")
-    build.load_library(None)
+    load_anew(None)
     assert (len(copying.names), len(copying.calls)) == (2, 2)
     copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    build.load_library(None)
+    load_anew(None)
     assert (len(copying.names), len(copying.calls)) == (3, 3)
     assert ["-DX" in call for call in copying.calls] == [False, False, True]
     assert before.exists()
@@ -237,7 +232,7 @@ def test_the_users_cache_directory_is_taken_if_none_is_named(monkeypatch: pytest
 
 @pytest.mark.parametrize("damage", ["cut off", "cut off a little", "changed", "empty", "of before", "a link"])
 def test_a_damaged_library_is_compiled_anew(copying: Cache, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    build.load_library(None)
+    load_anew(None)
     path = copying.library
     content = path.read_bytes()
     compiled = content.partition(b"chairlift-sha256")[0]
@@ -249,7 +244,7 @@ def test_a_damaged_library_is_compiled_anew(copying: Cache, damage: str, caplog:
         cut, changed = {"cut off": content[:4096], "cut off a little": content[:-1]}, bytes([content[0] ^ 1])
         path.write_bytes({**cut, "changed": changed + content[1:], "empty": b"", "of before": compiled}[damage])
     for _ in range(2):
-        build.load_library(None)
+        load_anew(None)
         assert len(copying.calls) == 2
     assert path.read_bytes().startswith(compiled)
     assert f"{path} " in caplog.text
@@ -275,11 +270,11 @@ def test_where_the_loader_takes_no_descriptor_a_copy_without_the_digest_is_loade
 
 
 def test_the_cache_directory_is_its_owners_alone(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     assert copying.mode == 0o700
     for before in (0o755, 0o711, 0o750):
         copying.directory.chmod(before)
-        build.load_library(None)
+        load_anew(None)
         assert copying.mode == 0o700
     assert len(copying.calls) == 1
 
@@ -297,7 +292,7 @@ def test_nothing_in_a_directory_that_others_can_write_to_is_run(cache: Cache, li
 
 
 def test_a_directory_of_another_user_is_refused(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     owner = copying.directory.stat().st_uid
     copying.patch.setattr(build, "_ROOT", -1)
     copying.patch.setattr(os, "geteuid", lambda: owner + 1)
@@ -308,9 +303,9 @@ def test_a_directory_of_another_user_is_refused(copying: Cache) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_library_that_another_user_has_planted_is_not_run(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     os.chown(copying.library, 12345, -1)
-    build.load_library(None)
+    load_anew(None)
     assert (len(copying.calls), copying.library.stat().st_uid) == (2, os.geteuid())
 
 
@@ -326,11 +321,11 @@ def test_a_directory_that_is_a_link_or_cannot_be_made_is_refused(cache: Cache) -
 
 
 def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is_made(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     used, cache = copying.library, copying.directory
     month_ago = time.time() - 31 * 24 * 3600
     os.utime(used, (month_ago, month_ago))
-    build.load_library(None)  # which is a use
+    load_anew(None)  # which is a use
     old, recent, other = cache / "kernels-plain-0.so", cache / "kernels-plain-1.so", cache / "notes.txt"
     killed = cache / "compiling-x" / "kernels-plain-2.so"  # of a process that was killed meanwhile
     killed.parent.mkdir()
@@ -339,7 +334,7 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
     for path in (old, other, killed.parent):
         os.utime(path, (month_ago, month_ago))
     copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    build.load_library(None)
+    load_anew(None)
     assert [path.exists() for path in (old, killed.parent)] == [False, False]
     assert [path.exists() for path in (used, recent, other)] == [True, True, True]
     assert len(copying.calls) == 2
@@ -399,15 +394,15 @@ def test_the_openmp_runtime_is_found_beside_torch_under_a_name_with_a_digest(cop
     shutil.copy(torchs, own)
     copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
     copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    build.load_library(None)
+    load_anew(None)
     assert str(own) in Path("/proc/self/maps").read_text()
     assert not any("-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls)
 
 
 def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(copying: Cache) -> None:
-    build.load_library(None)
+    load_anew(None)
     copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
     copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    build.load_library(None)
+    load_anew(None)
     assert ["-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls] == [False, True]
     assert len(copying.names) == 2

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from chairlift.models.cpu import build, decoder
-from chairlift.models.cpu.build import InstructionSet, instruction_sets, usable_instruction_sets
+from chairlift.models.cpu.build import InstructionSet, instruction_sets
+from chairlift.models.cpu.processor import usable_instruction_sets
 from tests.models.cpu import support
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need, warnings_of
 from tests.support.forward_bench import Bench, Row, in_pieces

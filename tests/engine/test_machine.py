@@ -1,30 +1,78 @@
 """Facts about the machine, devices that it does not have, and the slots that a GPU has room for beside a model."""
 
 import logging
-import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from chairlift.config import AttentionBackend, DType, EngineConfig, ResolvedConfig
-from chairlift.engine.execution import machine
-from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
+from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.engine.execution.gpus import Gpu, GpuMemory
+from chairlift.engine.execution.host import Host
+from chairlift.engine.execution.machine import fit_cache, inspect_machine
 from chairlift.engine.sampling.drawing import DrawKind
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.errors import ConfigurationError
-from chairlift.models import TorchForward, load_forward, open_checkpoint
+from chairlift.models import TorchForward, load_model, open_checkpoint
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.decoder import Decoder
 from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.models.cpu.support import BASE
+from tests.support.engines import WrappedForward
 from tests.support.shapes import positions_of, varied
 
 GIB = 2**30
 SHAPE = varied(BASE, positions_of(BASE) * 8, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token
+
+
+class OtherHost(Host):
+    """A host with so many cores and bytes, and the control groups that files describe."""
+
+    def __init__(self, root: Path, num_cores: int | None = 1, num_usable: int = 1, available: int = 9 * GIB) -> None:
+        super().__init__(root)
+        self._cores, self._usable, self._available = num_cores, num_usable, available
+
+    def _available_bytes(self) -> int:
+        return self._available
+
+    def _num_physical(self) -> int | None:
+        return self._cores
+
+    def _num_usable(self) -> int:
+        return self._usable
+
+
+class OtherGpu(Gpu):
+    """A GPU with 16 GiB, of which the weights have 1 GiB; a step needs 2 GiB."""
+
+    def __init__(self, free: int = 10 * GIB, capability: tuple[int, int] = (9, 0)) -> None:
+        super().__init__(0)
+        self._free, self._capability = free, capability
+
+    def capability(self) -> tuple[int, int]:
+        return self._capability
+
+    def memory(self) -> GpuMemory:
+        return GpuMemory(self._free, 16 * GIB)
+
+    def begin_measuring(self) -> int:
+        return GIB
+
+    def end_measuring(self) -> int:
+        return 3 * GIB
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_a_cpu_has_float32_and_free_memory() -> None:
@@ -36,15 +84,9 @@ def test_a_cpu_has_float32_and_free_memory() -> None:
 
 
 @pytest.mark.parametrize(("limit", "free_bytes"), [("max\n", 9 * GIB), ("4294967296\n", 3 * GIB), ("100\n", 0)])
-def test_what_is_free_in_a_container_is_what_its_limit_leaves(
-    limit: str, free_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "limit").write_text(limit)
-    (tmp_path / "usage").write_text(f"{GIB}\n")
-    files = ((tmp_path / "limit", tmp_path / "usage"), (tmp_path / "none", tmp_path / "none"))
-    monkeypatch.setattr(machine, "_CGROUP_FILES", files)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9 * GIB))
-    assert inspect_machine("cpu").free_bytes == free_bytes
+def test_what_is_free_in_a_container_is_what_its_limit_leaves(limit: str, free_bytes: int, tmp_path: Path) -> None:
+    write_files(tmp_path / "sys/fs/cgroup", {"memory.max": limit, "memory.current": f"{GIB}\n"})
+    assert inspect_machine("cpu", OtherHost(tmp_path)).free_bytes == free_bytes
 
 
 NO_KIND = "device '{}' .*choose cpu or cuda:0"
@@ -66,11 +108,8 @@ def test_a_device_that_is_not_supported_or_not_there_is_refused_by_name(device: 
 @pytest.mark.parametrize(
     ("capability", "dtypes"), [((9, 0), set(DType)), ((7, 5), {DType.FLOAT32, DType.FLOAT16})], ids=["new", "old"]
 )
-def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtypes: set[DType]) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB, 140 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    facts = inspect_machine("cuda:1")
+def test_a_gpu(capability: tuple[int, int], dtypes: set[DType]) -> None:
+    facts = inspect_machine("cuda:1", gpus=[OtherGpu(), OtherGpu(free=80 * GIB, capability=capability)])
     assert (facts.device, facts.free_bytes, set(facts.fast_dtypes)) == ("cuda:1", 80 * GIB, dtypes)
 
 
@@ -104,59 +143,39 @@ SIBLINGS = {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c
 def test_as_many_threads_as_physical_cores_that_may_be_used(
     num_cores: int | None, num_usable: int, own: str | None, files: dict[str, str], num_threads: int, tmp_path: Path
 ) -> None:
-    def count(logical: bool) -> int | None:
-        assert not logical
-        return num_cores
-
-    for name, text in ({} if own is None else {**files, "own": own}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path / "sys/fs/cgroup", files)
+    if own is not None:
+        write_files(tmp_path / "proc/self", {"cgroup": own})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
-        patch.setattr(machine, "_CGROUP", tmp_path)
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        patch.setattr(psutil, "cpu_count", count)
-        patch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
-        assert choose_num_threads() == num_threads
+        assert OtherHost(tmp_path, num_cores, num_usable).choose_num_threads() == num_threads
 
 
 def test_as_many_threads_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")  # the second is of nested regions
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)  # what an earlier engine set
-    assert choose_num_threads() == 3
+    assert OtherHost(Path("/nowhere"), 5, 5).choose_num_threads() == 3
 
 
 # What is left beside a loaded model; a GPU's numbers are made up here
 
 
 @pytest.fixture
-def forward(tmp_path: Path) -> TorchForward:
+def model(tmp_path: Path) -> Decoder:
     """A model on the CPU, which stands for one on a GPU."""
-    loaded = load_forward(open_checkpoint(make_tiny_checkpoint(tmp_path)), resolved_config(tmp_path))
-    assert isinstance(loaded, TorchForward)
-    return loaded
+    return load_model(open_checkpoint(make_tiny_checkpoint(tmp_path)), DType.FLOAT32, "cpu", 64, 64)
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """1 GiB of weights; a step needs 2 GiB; 10 of 16 GiB are free."""
-    numbers = {"weights": GIB, "peak": 3 * GIB, "free": 10 * GIB}
-    monkeypatch.setattr(machine, "on_device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers["weights"])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: numbers["peak"])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (numbers["free"], 16 * GIB))
-    return numbers
+def forward(model: Decoder) -> TorchForward:
+    return TorchForward(model, TorchBackend(model.config.attention))
 
 
-def fitted(forward: TorchForward, **asked: Any) -> ResolvedConfig:
+def fitted(forward: TorchForward, free: int = 10 * GIB, **asked: Any) -> ResolvedConfig:
     """In slots of 256 MiB."""
     resolved = resolved_config("model", device="cuda:0", max_batch_size=50, max_seq_len=4096)
-    return fit_cache(EngineConfig(**asked), resolved, SHAPE, forward)
+    return fit_cache(EngineConfig(**asked), resolved, SHAPE, forward, gpu=OtherGpu(free))
 
 
-@pytest.mark.usefixtures("memory")
 def test_slots_take_their_share_of_what_weights_and_a_step_leave(
     forward: TorchForward, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,22 +192,19 @@ def test_slots_take_their_share_of_what_weights_and_a_step_leave(
         fitted(forward, max_batch_size=26)
 
 
-def test_a_gpu_that_is_too_small_for_one_slot_is_refused(forward: TorchForward, memory: dict[str, int]) -> None:
-    memory["free"] = 2 * GIB + 2**20
+def test_a_gpu_that_is_too_small_for_one_slot_is_refused(forward: TorchForward) -> None:
     with pytest.raises(ConfigurationError, match=r"no room for 1 slot of 4096 tokens: .* lower max_seq_len$"):
-        fitted(forward)
+        fitted(forward, free=2 * GIB + 2**20)
 
 
-@pytest.mark.usefixtures("memory")
-def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(
-    forward: TorchForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_out(_tokens: int, _rows: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+class ExhaustedForward(TorchForward):
+    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"CUDA out of memory for {num_tokens} tokens of {num_rows} rows")
 
-    monkeypatch.setattr(forward, "rehearse", run_out)
+
+def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(model: Decoder) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        fitted(forward)
+        fitted(ExhaustedForward(model, TorchBackend(model.config.attention)))
     assert str(caught.value) == (
         "cuda:0 ran out of memory in a step of 64 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens or"
         " max_batch_size"
@@ -203,25 +219,23 @@ def test_on_a_cpu_nothing_changes_where_torch_computes_and_a_rehearsal_needs_no_
 
 @pytest.mark.parametrize(("num_step_bytes", "num_bytes"), [(GIB // 2, GIB), (3 * GIB, 0.8 * GIB)])
 def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
-    native: str, num_step_bytes: int, num_bytes: float, monkeypatch: pytest.MonkeyPatch
+    forward: TorchForward, num_step_bytes: int, num_bytes: float
 ) -> None:
-    decoder = load_forward(open_checkpoint(native), resolved_config(native, attention_backend=AttentionBackend.CPU))
     asked: list[tuple[int, ...]] = []
 
-    def step_bytes(*counts: int) -> int:
-        asked.append(counts)
-        return num_step_bytes
+    class SizedForward(WrappedForward):
+        def step_bytes(self, *counts: int) -> int:
+            asked.append(counts)
+            return num_step_bytes
 
-    monkeypatch.setattr(decoder, "step_bytes", step_bytes)
-    monkeypatch.setattr(machine, "_free_memory", lambda: 4 * GIB)
     resolved = resolved_config("model", is_cache_elastic=True, kv_cache_memory_bytes=GIB, cache_tokens=2**14)
-    fitted = fit_cache(EngineConfig(), resolved, SHAPE, decoder)
+    host = OtherHost(Path("/nowhere"), available=4 * GIB)
+    fitted = fit_cache(EngineConfig(), resolved, SHAPE, SizedForward(forward), host=host)
     assert asked == [(64, 4, 2**14)]  # tokens of a step, rows, and tokens in the cache
     assert fitted.kv_cache_memory_bytes == int(num_bytes)
     assert fitted.cache_tokens == int(num_bytes) // 2**16 // 64 * 64
 
 
-@pytest.mark.usefixtures("memory")
 def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabilities(
     forward: TorchForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:

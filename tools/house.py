@@ -1,11 +1,10 @@
 """Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
 Exit with 1 beyond a limit; `--quiet` prints nothing but that. Only single files, classes and functions have limits: the
-package as a whole may grow, and so may the road.
+package as a whole may grow, and so may the road, whose files `write_road.py` compares with those that a chat runs.
 """
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,13 +13,13 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
+from token_road.documents import named_files
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "chairlift"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
 SHORT_FILE_LINES = 40
 NUM_SHOWN = 10
-ROADS = ("From body to row", "From step to client")  # headings in ARCHITECTURE.md
-NAMED, NUMBERED = r"`([\w/]+\.py)`", r"^\d+\. `([\w/]+\.py)`"  # files on the walk; those that hand the request on
 
 
 class Entry(NamedTuple):
@@ -66,12 +65,6 @@ def imported_rooms(path: Path) -> set[str]:
     return {room_of_module(name) for name in names if name.split(".")[0] == PACKAGE.name} - {room_of(path)}
 
 
-def road_files(heading: str, pattern: str) -> list[Path]:
-    """The files that ARCHITECTURE.md names below a heading, in the order of the walk."""
-    section = (ROOT / "ARCHITECTURE.md").read_text().partition(f"# {heading}\n")[2].partition("\n#")[0]
-    return [PACKAGE / name for name in re.findall(pattern, section, re.MULTILINE)]
-
-
 def show(title: str, entries: list[Entry]) -> None:
     sys.stdout.write(f"\n{title}\n" + "".join(f"{lines:7,}  {name}\n" for lines, name in entries))
 
@@ -104,22 +97,20 @@ def inspect() -> list[str]:
     found = sorted((each for path in files for each in definitions(path)), key=lambda each: each[1], reverse=True)
     functions = [entry for is_class, entry in found if not is_class]
     classes = [entry for is_class, entry in found if is_class]
-    walks = {heading: road_files(heading, NAMED) for heading in ROADS}
-    missing = [path for paths in walks.values() for path in paths if not path.is_file()]
-    on_road = {path for heading in ROADS for path in road_files(heading, NUMBERED)}
-    road_lines = sum(num_lines(path) for path in on_road if path.is_file())
+    road = [PACKAGE / name for name in named_files(ROOT)]
+    missing = [path for path in road if not path.is_file()]
     show_rooms(files)
     for title, entries in (("functions", functions), ("classes", classes), ("files", sizes)):
         show(f"longest {title}", entries[:NUM_SHOWN])
     show(f"files under {SHORT_FILE_LINES} lines", [entry for entry in sizes if entry.lines < SHORT_FILE_LINES])
-    show("the token's road", [Entry(len(paths), f"files named {heading.lower()}") for heading, paths in walks.items()])
-    sys.stdout.write(f"{road_lines:7,}  lines in the {len(on_road)} files that hand it on\n")
+    road_lines = sum(num_lines(path) for path in road if path.is_file())
+    show("the token's road", [Entry(road_lines, f"in the {len(road)} files that ARCHITECTURE.md names")])
     longest = [(sizes, MAX_FILE_LINES), (functions, MAX_FUNCTION_LINES), (classes, MAX_CLASS_LINES)]
     show_limits(longest)
     beyond = [(entry, limit) for entries, limit in longest for entry in entries if entry.lines > limit]
     faults = [f"{entry.lines:,} lines of {entry.name}, {limit:,} at most" for entry, limit in beyond]
     faults += [f"ARCHITECTURE.md names {path.relative_to(ROOT)}, which does not exist" for path in missing]
-    faults += [] if on_road else ["ARCHITECTURE.md names no file of the token's road"]
+    faults += [] if road else ["ARCHITECTURE.md names no file of the token's road"]
     return faults
 
 

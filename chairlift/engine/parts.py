@@ -24,7 +24,7 @@ from chairlift.models.attention import Forward
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """How far the host runs ahead of the device."""
+    """Says how far the host runs ahead of the device."""
 
     num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
     recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
@@ -54,7 +54,7 @@ StartProcess = Callable[[str, int], Process]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of."""
+    """Holds what an engine is made of."""
 
     machine: MachineFacts | None = None
     """None: the device that the configuration names is inspected."""

@@ -1,8 +1,8 @@
-"""A whole test: find the model, make what is to be sent, warm up, measure.
+"""Makes a whole test: finds the model, makes what is to be sent, warms up, measures.
 
 Conversations are played a fixed number at a time (closed loop) or according to a schedule (open loop). Times are
 `time.perf_counter()` seconds. In the open loop a late client does not shift later requests, and latency counts from the
-time a request was due, so that a stalled server does not delay its own measurement ("coordinated omission").
+time a request was due. So a stalled server does not delay its own measurement ("coordinated omission").
 """
 
 import asyncio

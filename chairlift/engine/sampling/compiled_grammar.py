@@ -10,11 +10,9 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 PARSER_LIMITS: dict[str, Any] = {
-    # Measured with a vocabulary of 49,152. Useful grammars need: a choice of 10,000 words 100,000 of initial fuel, 128
-    # tools of 20 fields likewise, an enum of 10,000 values 300,000 and 100,000 a step; 250 optional properties 1,000
-    # items. An ambiguous grammar that takes 630 ms for a mask with llguidance's own limits (2,000 items) takes 80 ms
-    # with these, "(a{1000}){1000}" 0.2 s and 80 MB instead of 1.1 s and 290 MB before it is refused. A lexer state
-    # takes 0.6 kB, so a grammar 12 MB at most.
+    # What useful grammars need: fuel for an enum of 10,000 values, or for a choice of as many words; items for 250
+    # optional properties. Under llguidance's own, higher limits, ambiguous grammars take several times as long for a
+    # mask, and "(a{1000}){1000}" several times the memory before it is refused.
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 100_000,
     "max_items_in_row": 1_000,

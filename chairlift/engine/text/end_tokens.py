@@ -1,8 +1,8 @@
-"""The tokens at which a model's answers end: all that its files name, taken together.
+"""Collects the tokens at which a model's answers end: all that its files name.
 
 A checkpoint names them in three places: generation_config.json, config.json and the tokenizer. Those who change one of
-them often forget the others, and an end that is missed lets every answer run on, while one too many ends nothing as
-long as it is a special token that the model does not write within an answer.
+them often forget the others. An end that is missed lets every answer run on. One too many ends nothing, if it is a
+special token that the model does not write within an answer.
 """
 
 import logging

@@ -29,8 +29,9 @@ class SpecialTokens:
         return [part for part in (*parts, text[begin:]) if part]
 
     def cut(self, value: Any, cut: str) -> Any:
-        """A copy of strings, lists and dicts, with the character `cut` within each special token in them, and after the
-        beginning of one at the end of a string, which the template might complete with the next string.
+        """Copies strings, lists and dicts, with the character `cut` within each special token in them.
+
+        It also stands after the beginning of one at the end of a string: the template might complete it with the next.
         """
         if isinstance(value, str):
             text = self._first_character.sub(f"\\g<0>{cut}", value)

@@ -50,11 +50,11 @@ class BatchMetadata:
 
 
 class Backend(Protocol):
-    """An attention implementation, bound to what each layer of a model computes: an `AttentionConfig` by layer.
+    """Implements attention, bound to what each layer of a model computes: an `AttentionConfig` by layer.
 
-    On a CUDA device neither `prepare` nor `attend` may wait for the device or copy to it from the host, and of a batch
-    that only decodes they must read nothing but tensors, `is_decode` and the cache's `max_cache_length`: so what they
-    launch can be captured in a CUDA graph and replayed with other slots and lengths.
+    On a CUDA device neither `prepare` nor `attend` may wait for the device or copy to it from the host. Of a batch that
+    only decodes they read nothing but tensors, `is_decode` and the cache's `max_cache_length`. So what they launch can
+    be captured in a CUDA graph, and replayed with other slots and lengths.
     """
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
@@ -63,7 +63,7 @@ class Backend(Protocol):
 
 
 class Forward(Protocol):
-    """A way to run a model."""
+    """Runs a model."""
 
     def hidden(
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection

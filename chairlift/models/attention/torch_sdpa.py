@@ -1,11 +1,13 @@
-"""Attention with torch's scaled_dot_product_attention: any device, no extra package.
+"""Computes attention with torch's scaled_dot_product_attention: any device, no extra package.
 
-Grouped-query attention: the query heads of a group are passed as query rows of their key/value head in decoding
-(several times faster on a CPU than `enable_gqa`), and as heads that share an expanded key (stride 0, no copy) in
-prefill. On a CPU decode rows are computed in groups: a group reads a range of neighbouring slots in place as one
-strided batch. Elsewhere that would need the slots' numbers on the host, and kernels that cannot be captured in a CUDA
-graph; so there the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence, the
-windows of decode rows are copied together on any device, so that steps do not get slower beyond the window.
+The query heads of a group share a key/value head. In decoding they are passed as query rows of that head, which is
+several times faster on a CPU than `enable_gqa`. In prefill they are heads that share an expanded key (stride 0, no
+copy).
+
+On a CPU decode rows are computed in groups: a group reads a range of neighbouring slots in place as one strided batch.
+Elsewhere that would need the slots' numbers on the host, and kernels that cannot be captured in a CUDA graph; so there
+the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence, the windows of
+decode rows are copied together on any device, so that steps do not get slower beyond the window.
 
 Torch's function has no soft cap: scores that have one are computed by separate operators.
 """

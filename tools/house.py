@@ -1,14 +1,18 @@
 """Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
-Exit with 1 beyond a limit; `--quiet` prints nothing but that. Only single files, classes and functions have limits: the
-package as a whole may grow, and so may the road, whose files `write_road.py` compares with those that a chat runs.
+Exit with 1 beyond a limit, or where modules import each other in a circle, or a comment parts a file into
+sections; `--quiet` prints nothing but that. Only single files, classes and functions have
+limits: the package as a whole may grow, and so may the road, whose files `write_road.py` compares with those that a
+chat runs.
 """
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from graphlib import CycleError, TopologicalSorter
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +24,8 @@ PACKAGE = ROOT / "chairlift"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
 SHORT_FILE_LINES = 40
 NUM_SHOWN = 10
+OTHERS = ("tests", "benchmarks", "tools", "examples")
+PARTITION = re.compile(r"^\s*# ---", re.MULTILINE)
 
 
 class Entry(NamedTuple):
@@ -43,16 +49,16 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parent.as_posix()
 
 
-def room_of_module(name: str) -> str:
-    """The room of a module, or of the module that holds this name."""
+def file_of(name: str) -> Path:
+    """The file of a module, or of the module that holds this name."""
     path = ROOT.joinpath(*name.split("."))
     while not path.is_dir() and not path.with_suffix(".py").is_file():
         path = path.parent
-    return room_of(path / "__init__.py" if path.is_dir() else path)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports from when the program runs, in functions too, but not for type checking alone."""
+def imported_files(path: Path) -> set[Path]:
+    """Files that a file imports from when the program runs, in functions too, but not for type checking alone."""
     tree = ast.parse(path.read_text())
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     for_types = {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
@@ -62,7 +68,27 @@ def imported_rooms(path: Path) -> set[str]:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import) and node not in for_types:
             names += [alias.name for alias in node.names]
-    return {room_of_module(name) for name in names if name.split(".")[0] == PACKAGE.name} - {room_of(path)}
+    return {file_of(name) for name in names if name.split(".")[0] == PACKAGE.name} - {path}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The other rooms that a file imports from."""
+    return set(map(room_of, imported_files(path))) - {room_of(path)}
+
+
+def find_circle(files: list[Path]) -> list[str]:
+    """A fault if files import each other in a circle, with their names in order; else nothing."""
+    try:
+        TopologicalSorter({path: imported_files(path) for path in files}).prepare()
+    except CycleError as error:
+        return [f"an import circle: {' <- '.join(str(path.relative_to(ROOT)) for path in error.args[1])}"]
+    return []
+
+
+def find_parted(files: list[Path]) -> list[str]:
+    """Faults: comments that part a file into sections."""
+    parted = [path for path in files if PARTITION.search(path.read_text())]
+    return [f"{path.relative_to(ROOT)} has sections: make files of them" for path in parted]
 
 
 def show(title: str, entries: list[Entry]) -> None:
@@ -75,7 +101,7 @@ def show_rooms(files: list[Path]) -> None:
         rooms[room_of(path)].append(path)
     sums = [Entry(sum(map(num_lines, held)), f"{len(held):3} files  {room}") for room, held in sorted(rooms.items())]
     show(f"chairlift/: {sum(map(num_lines, files)):,} lines in {len(files)} files", sums)
-    others = {name: list((ROOT / name).rglob("*.py")) for name in ("tests", "benchmarks", "tools", "examples")}
+    others = {name: list((ROOT / name).rglob("*.py")) for name in OTHERS}
     show(
         "beside it", [Entry(sum(map(num_lines, held)), f"{len(held):3} files  {name}") for name, held in others.items()]
     )
@@ -109,6 +135,8 @@ def inspect() -> list[str]:
     show_limits(longest)
     beyond = [(entry, limit) for entries, limit in longest for entry in entries if entry.lines > limit]
     faults = [f"{entry.lines:,} lines of {entry.name}, {limit:,} at most" for entry, limit in beyond]
+    faults += find_circle(files)
+    faults += find_parted([*files, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
     faults += [f"ARCHITECTURE.md names {path.relative_to(ROOT)}, which does not exist" for path in missing]
     faults += [] if road else ["ARCHITECTURE.md names no file of the token's road"]
     return faults

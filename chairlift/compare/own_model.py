@@ -6,7 +6,6 @@ import torch
 from pydantic import ValidationError
 
 from chairlift.compare.divergence import Whole
-from chairlift.compare.sides import explain
 from chairlift.config import EngineConfig
 from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.ranks import Ranks
@@ -29,7 +28,7 @@ class OwnModel:
                 {**settings, "max_seq_len": context, "max_num_batched_tokens": context, "max_batch_size": 1}
             )
         except ValidationError as error:
-            raise explain(error, name) from error
+            raise _explain(error, name) from error
         self.name = name
         self._tokenizer = Tokenizer(find_model(config.tokenizer or config.model))
         self._executor = Executor(open_model(config), Ranks(config))
@@ -51,3 +50,9 @@ class OwnModel:
     def close(self) -> None:
         """Gives the model's memory back."""
         del self._executor
+
+
+def _explain(error: ValidationError, text: str) -> ConfigurationError:
+    """Lists the mistakes in a side's settings, a line for each."""
+    lines = (f"{text}: {each['loc'][0] if each['loc'] else ''}: {each['msg']}" for each in error.errors())
+    return ConfigurationError("\n".join(lines))

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from pydantic import ValidationError
-
 from chairlift.compare.config import CompareConfig
 from chairlift.compare.divergence import Distributions
 from chairlift.errors import ConfigurationError
@@ -57,9 +55,3 @@ def open_side(text: str, config: CompareConfig) -> Side:
     from chairlift.compare.own_model import OwnModel
 
     return OwnModel(text, pairs, config.context)
-
-
-def explain(error: ValidationError, text: str) -> ConfigurationError:
-    """The mistakes in a side's settings, a line for each."""
-    lines = (f"{text}: {each['loc'][0] if each['loc'] else ''}: {each['msg']}" for each in error.errors())
-    return ConfigurationError("\n".join(lines))

@@ -259,7 +259,7 @@ class Text:
             while not self._is_over and len(self._text) - self._at < num_held + num_held // 16:
                 yield
 
-    # --- JSON: only strings and depth are followed, the rest is for `json.loads` to judge
+    # In JSON only strings and depth are followed; the rest is for `json.loads` to judge.
 
     def value(self) -> Reading[bool]:
         """True if a JSON value comes next; reads it, or up to what cannot be part of it."""

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks packages ray lint bench wheel compilers gpu clean
+.PHONY: help setup serve test test-all attacks fuzz packages ray lint bench wheel compilers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-all: setup packages ray lint ## every check, as CI runs them: also soaks, a
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine
 	$(PYTEST) tests/attacks $(ARGS)
+
+fuzz: setup ## serve mutated checkpoints for an hour and print what goes wrong (ARGS="--minutes 600 --seed 1 ...")
+	$(BIN)/python -m tests.fuzz --minutes 60 $(ARGS)
 
 # Programs, the packages that have them, and the tests that are skipped without them.
 define install

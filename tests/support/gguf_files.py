@@ -13,7 +13,15 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    TokenType,
+)
 from tokenizers import Tokenizer as BackendTokenizer
 
 Kind = GGMLQuantizationType
@@ -75,9 +83,18 @@ def write_model(
         assert written is not None, name
         data = _converted(name, weight.float().numpy(), config, architecture)
         stored = _kind_of(name, kind) if data.ndim == 2 else Kind.F32
-        writer.add_tensor(written, gguf.quantize(data, stored), raw_dtype=stored)
+        writer.add_tensor(written, _encoded(data, stored), raw_dtype=stored)
     finish(writer)
     return path
+
+
+def _encoded(data: Array, kind: Kind) -> npt.NDArray[Any]:
+    """In blocks of that type; zeros for the types that the package can only read."""
+    try:
+        return gguf.quantize(data, kind)
+    except NotImplementedError:
+        num_elements, num_bytes = GGML_QUANT_SIZES[kind]
+        return np.zeros((len(data), data.shape[1] // num_elements * num_bytes), dtype=np.uint8)
 
 
 def _kind_of(name: str, kind: Kind | dict[str, Kind]) -> Kind:

@@ -36,6 +36,11 @@ _ACTIVATIONS = {
 }
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SCALES = (
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+)
+_LARGEST_SCALE = 1e38  # about what float32 represents
 _REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
 Differences = dict[str, Any]
@@ -166,6 +171,7 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     refuse_unreadable(raw)
     config: Any = getattr(transformers, family.config).from_dict(raw)
     _check_sizes(config)
+    _check_scales(config)
     # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
     config.standardize_rope_params()
     head_dim: int | None = getattr(config, "head_dim", None)
@@ -288,6 +294,13 @@ def _check_sizes(config: Any) -> None:
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")
+
+
+def _check_scales(config: Any) -> None:
+    for name in _SCALES:
+        scale = getattr(config, name, None)
+        if scale is not None and not (type(scale) in (int, float) and 0 < scale < _LARGEST_SCALE):
+            raise CheckpointError(f"{name} must be a positive number, not {shown(scale)}")
 
 
 def _read_activation(config: Any) -> Activation:

@@ -207,6 +207,17 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
             )
             for window in (0, -3, 2**31, 2**40 + 1)
         ),
+        *(
+            (
+                {"architectures": [f"{kind}ForCausalLM"], name: value},
+                f"{name} must be a positive number, not {value}"[:70],
+            )
+            for kind, name in (
+                *(("Granite", name) for name in ("attention_multiplier", "residual_multiplier", "logits_scaling")),
+                *(("Gemma2", name) for name in ("query_pre_attn_scalar",)),
+            )
+            for value in (0, -1, 10**400)
+        ),
         ({"attention_chunk_size": 128}, "attention_chunk_size is not supported"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({**GEMMA3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),

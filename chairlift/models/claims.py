@@ -16,6 +16,7 @@ from chairlift.models.stored import SafetensorsWeights
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
+MAX_HEAD_DIM = 2**16
 MAX_SIZE = 2**24  # limit of every other size of a model
 
 _LIMITS = (  # by the names that transformers' configs give to numbers
@@ -30,10 +31,12 @@ _OF_A_LAYER = re.compile(r"(.*?)\.([0-9]+)\.")
 
 def refuse_large_numbers(raw: dict[str, Any]) -> None:
     """CheckpointError names a number in a config.json, at any depth, that is larger than a model of today may have."""
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            refuse_large_numbers(value)
-        elif isinstance(value, int):
+    for name, given in raw.items():
+        if isinstance(given, dict):
+            refuse_large_numbers(given)
+        for value in given if isinstance(given, list) else (given,):
+            if not isinstance(value, int | float):
+                continue
             most = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), value)
             if value > most:
                 raise CheckpointError(f"{named(name)} must be at most {most}, not {shown(value)}")

@@ -23,6 +23,7 @@ from chairlift.models.blocks import (
     QKNorm,
     TensorNames,
 )
+from chairlift.models.claims import MAX_HEAD_DIM
 from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
 from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
 from chairlift.models.rope import read_rope
@@ -177,6 +178,8 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     head_dim: int | None = getattr(config, "head_dim", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
+    if head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"its heads have {head_dim} elements, and {MAX_HEAD_DIM} are the most")
     layers = _read_layers(family, config, head_dim)
     ropes = [block.rope for layer in layers for block in layer if isinstance(block, AttentionBlock) and block.rope]
     return ModelConfig(

@@ -51,7 +51,7 @@ def load_model(
     time and then frees it, so each is read only when it is packed.
     """
     start = time.perf_counter()
-    model, reader = _describe_model(checkpoint), checkpoint.open_weights()
+    model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
     logger.info("%s", model.config.describe())
     parts = _match(model, reader)
     formats = _formats_of(model, reader, parts)
@@ -92,7 +92,7 @@ def make_dummy_model(
     "Efficient BackProp", 1998); norms one; biases zero.
     """
     start = time.perf_counter()
-    model = _describe_model(checkpoint)
+    model = _describe_model(checkpoint.config)
     logger.info("%s", model.config.describe())
     with _room_for(model, dtype, device):
         model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
@@ -166,9 +166,7 @@ def count_parameters(config: ModelShape) -> int:
     """Weights, biases and norms of a model of that description; a tied head counts once. Allocates nothing."""
     if isinstance(config, AdaptedConfig):
         return config.num_parameters
-    assert isinstance(config, ModelConfig)
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+    return sum(parameter.numel() for parameter in _describe_model(config).parameters())
 
 
 def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
@@ -178,7 +176,7 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
     """
     if isinstance(checkpoint.config, AdaptedConfig):
         return None  # transformers compares them
-    model, reader = _describe_model(checkpoint), checkpoint.open_weights()
+    model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
     return _size_in_groups(model, _formats_of(model, reader, _match(model, reader)))
 
 
@@ -220,11 +218,14 @@ def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> Gr
     return GroupedSize(num_parameters, num_bytes) if num_parameters else None
 
 
-def _describe_model(checkpoint: Checkpoint) -> Decoder:
-    """The model without weights."""
-    assert isinstance(checkpoint.config, ModelConfig), "other decoders are loaded by load_adapted"
-    with torch.device("meta"):
-        return Decoder(checkpoint.config)
+def _describe_model(config: ModelShape) -> Decoder:
+    """Makes the model without weights. CheckpointError for sizes of which there can be no tensor."""
+    assert isinstance(config, ModelConfig), "other decoders are loaded by load_adapted"
+    try:
+        with torch.device("meta"):
+            return Decoder(config)
+    except RuntimeError as error:  # a product of sizes that are possible by themselves
+        raise CheckpointError(f"the sizes in its config are too large together: {error}") from error
 
 
 @contextmanager

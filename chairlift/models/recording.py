@@ -96,8 +96,8 @@ def describe_decoder(
     model = _make_model(config, architecture)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if weights is not None:
-        _check_shapes(model, weights)
         num_parameters += _untie(model, config, weights)
+        _check_shapes(model, weights, num_parameters)
     try:
         calls = _record(model, config)
         _check_windows(config, calls, max_position_embeddings)
@@ -168,8 +168,8 @@ def _cannot_build(architecture: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"{architecture} cannot be built from it by transformers ({type(error).__name__}: {reason})")
 
 
-def _check_shapes(model: Any, weights: SafetensorsWeights) -> None:
-    """CheckpointError if a tensor of a parameter's name has another number of elements.
+def _check_shapes(model: Any, weights: SafetensorsWeights, num_parameters: int) -> None:
+    """CheckpointError if a tensor of a parameter's name has another number of elements, or all have less than half.
 
     transformers compares all shapes, but only once it has allocated what the config claims. It may rename and transpose
     tensors while it reads them.
@@ -179,6 +179,9 @@ def _check_shapes(model: Any, weights: SafetensorsWeights) -> None:
         if stored is not None and math.prod(stored.shape) != parameter.numel():
             found, needed = list(stored.shape), list(parameter.shape)
             raise CheckpointError(f"tensor {named(name)} has shape {found}; the model needs {needed}")
+    num_stored = sum(math.prod(stored.shape) for stored in weights.tensors.values())
+    if num_parameters > 2 * num_stored:  # not merely more: then the loader names a tensor that is missing
+        raise CheckpointError(f"it describes {num_parameters} parameters, and the weights have {num_stored}")
 
 
 def _untie(model: Any, config: Any, weights: SafetensorsWeights) -> int:

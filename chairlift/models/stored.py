@@ -74,10 +74,11 @@ class SafetensorsWeights:
         return tensor
 
     def are_equal(self, first: str, second: str) -> bool:
-        """True if both tensors have the same dtype, shape and bits. Reads some rows of each at a time."""
-        if self.tensors[first] != self.tensors[second] or not self.tensors[first].shape:
-            return False
-        num_rows = self.tensors[first].shape[0]
+        """True if both tensors have the same dtype, shape and bits, which those without rows or elements have not."""
+        shape = self.tensors[first].shape
+        if self.tensors[first] != self.tensors[second] or not shape or 0 in shape:
+            return False  # a tensor without elements may claim any number of rows
+        num_rows = shape[0]
         return all(
             _are_same_bits(*(self.read_spans(name, 0, [(start, start + _ROWS_COMPARED)]) for name in (first, second)))
             for start in range(0, num_rows, _ROWS_COMPARED)

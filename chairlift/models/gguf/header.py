@@ -125,6 +125,8 @@ def _read_header(path: Path) -> GGUFFile:
             raise ValueError(
                 f"it is truncated: tensor {named(name)} ends at byte {info.offset + info.num_bytes} of {size}"
             )
+    if sum(info.num_bytes for info in infos.values()) > size:  # a model of them would be larger than the file
+        raise ValueError("its tensors overlap")
     return GGUFFile(path, metadata, infos)
 
 

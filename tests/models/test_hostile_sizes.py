@@ -1,0 +1,97 @@
+"""Sizes that a file claims: none makes loading compute or allocate more than the file itself has."""
+
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.models import open_checkpoint
+from chairlift.models.gguf import open_gguf
+from tests.models.support import read_config, refusal, write_config
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import finish, new_writer
+
+LIMIT_S = 5.0  # of this thread's processor time
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 32}
+
+
+@pytest.fixture
+def valid(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, **SHAPE)
+    return tmp_path
+
+
+def refused(path: Path) -> str:
+    """What loading says, soon."""
+    begin = time.thread_time()
+    said = refusal(path)
+    assert time.thread_time() - begin < LIMIT_S
+    return said
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """Writes types, shapes and bytes as they are, whether or not they belong together."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(written)) + written + data)
+
+
+def test_rows_without_elements_are_not_counted_through(valid: Path) -> None:
+    write_config(valid, read_config(valid), tie_word_embeddings=True)
+    empty = ("F32", [2**60, 0], b"")
+    layer = ("F32", [32], bytes(128))
+    tensors = {EMBEDDING: empty, HEAD: empty, "model.layers.0.input_layernorm.weight": layer}
+    write_safetensors(valid / "model.safetensors", tensors)
+    assert "the checkpoint lacks" in refused(valid)
+
+
+def test_sizes_whose_product_no_tensor_has_are_refused(valid: Path) -> None:
+    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**24)
+    write_config(valid, read_config(valid), sizes, head_dim=2**16)
+    assert refused(valid).startswith("the sizes in its config are too large together: ")
+    assert open_checkpoint(str(valid)).config.vocab_size == 32
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 2**17}, {"head_dim": None, "hidden_size": 2**19}])
+def test_a_head_that_is_too_large_is_refused_before_its_rope_is_computed(valid: Path, sizes: dict[str, Any]) -> None:
+    path = write_config(valid, read_config(valid), sizes)
+    said = "config.json: its heads have 131072 elements, and 65536 are the most"
+    assert refusal(path, open_checkpoint) == f"{path}/{said}"
+
+
+@pytest.mark.parametrize("counts", [[2**17], [1, 2, 2**30], 1e12])
+def test_numbers_in_lists_and_with_a_point_are_bounded_too(valid: Path, counts: object) -> None:
+    path = write_config(valid, read_config(valid), num_local_experts=counts)
+    assert "num_local_experts must be at most 4096, not " in refusal(path, open_checkpoint)
+
+
+@pytest.mark.parametrize("sizes", [{"num_local_experts": 4096}, {"intermediate_size": 2**24}])
+def test_a_decoder_in_transformers_code_is_no_larger_than_its_weights(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """transformers names the tensors of experts anew, so their shapes are compared only after it has allocated them."""
+    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=2, **SHAPE)
+    path = write_config(tmp_path, read_config(tmp_path), sizes)
+    assert " parameters, and the weights have " in refusal(path, open_checkpoint)
+
+
+def test_tensors_of_a_gguf_file_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """As many as there are layers could name the same bytes, and a model of them be any size."""
+    writer = new_writer(tmp_path / "model.gguf", "llama")
+    for index in range(4):
+        writer.add_tensor(f"blk.{index}.attn_q.weight", np.full((64, 64), index, np.float32))
+    finish(writer)
+    content = (tmp_path / "model.gguf").read_bytes()
+    assert len(open_gguf(tmp_path / "model.gguf").tensors) == 4
+    for index in range(4):
+        place = content.index(f"blk.{index}.attn_q.weight".encode()) + 19 + 4 + 16 + 4
+        content = content[:place] + bytes(8) + content[place + 8 :]
+    (tmp_path / "model.gguf").write_bytes(content[: -2 * 64 * 64 * 4])
+    assert refusal(tmp_path / "model.gguf").endswith("is no GGUF file that can be read: its tensors overlap")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
 _ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
 
 
@@ -341,8 +342,11 @@ def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, dev
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = slice(start, start + _ROWS_AT_ONCE)
                 rows[some] = read.rows(some).dequantize(dtype)
-        else:
+        elif read.dtype in _NUMBERS:
             rows.copy_(read)
+        else:
+            held = str(read.dtype).removeprefix("torch.")
+            raise CheckpointError(f"tensor {named(name)} holds {held}; weights must be bfloat16, float16 or float32")
     return place
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from chairlift.models import open_checkpoint
 from chairlift.models.gguf import open_gguf
-from tests.models.support import read_config, refusal, write_config
+from tests.models.support import edit, read_config, refusal, write_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import finish, new_writer
 
@@ -80,6 +81,14 @@ def test_a_decoder_in_transformers_code_is_no_larger_than_its_weights(tmp_path: 
     make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=2, **SHAPE)
     path = write_config(tmp_path, read_config(tmp_path), sizes)
     assert " parameters, and the weights have " in refusal(path, open_checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_numbers_that_are_no_weights_are_refused(valid: Path, dtype: torch.dtype) -> None:
+    edit(valid, {"model.norm.weight": torch.zeros(32).to(dtype)})
+    held = str(dtype).removeprefix("torch.")
+    said = f"tensor model.norm.weight holds {held}; weights must be bfloat16, float16 or float32"
+    assert refusal(valid) == said
 
 
 def test_tensors_of_a_gguf_file_that_share_bytes_are_refused(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _change_leaf(value: Any, rng: Random) -> Any:
             lambda number: number * 2,
             lambda number: number * 2**20,
             lambda number: -number,
-            float,
+            lambda number: number / 1 if abs(number) < 2**100 else number,
             str,
             lambda number: [number],
         )

@@ -196,6 +196,11 @@ class StepPlan:
         """The number of new tokens of each row."""
         return [len(row.input_ids) for row in self.rows]
 
+    @property
+    def num_tentative(self) -> list[int]:
+        """The number of each row's new tokens that a recurrent state does not take yet."""
+        return [row.num_tentative for row in self.rows]
+
 
 @dataclass(slots=True)
 class RowResult:

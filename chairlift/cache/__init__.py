@@ -1,6 +1,7 @@
 """Cache slots: their owners and lengths (`pool`), their launches (`ledger`), their share of memory (`budget`), an index
 of their tokens (`prefixes`), what layers keep in them (`layout`), their tensors (`manager`), the memory of these
-(`memory`), recurrent states (`states`), and how far each of these has come (`state_books`).
+(`memory`), recurrent states (`states`), how far each of these has come (`state_books`), and those kept for later
+prompts (`snapshots`).
 
 The public names are loaded on first use, so that the scheduler can import the ledger without importing torch.
 """

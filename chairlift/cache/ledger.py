@@ -1,10 +1,12 @@
-"""The cache's bookkeeping: which slots are in flight, beside what `pool.py` knows of them. Plain Python, no tensors.
+"""The cache's bookkeeping: which slots are in flight, and which states are copied, beside what `pool.py` knows.
 
 A slot is in flight between the `reserve` that announces writes to it and the `commit` that says how many of them count:
 
                        committed                 reserved: new_tokens + num_steps - 1
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
+
+Plain Python, no tensors.
 """
 
 import itertools
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from chairlift.cache.pool import SlotPool
 from chairlift.cache.state_books import StateBooks
-from chairlift.plan import Reservation
+from chairlift.plan import Reservation, StateCopy
 
 _tickets = itertools.count()  # shared by all ledgers, so that no reservation fits another ledger
 
@@ -88,6 +90,27 @@ class SlotLedger(SlotPool):
             self._lengths[seq_id] -= num_tokens
             self._common.cut(seq_id, self._lengths[seq_id])
             self._cut_states([seq_id], self._lengths[seq_id])
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the recurrent state in row `source` to a claimed slot: that of all its committed tokens.
+
+        If the slot is the source, it has the state already. ValueError if there are no states, or the slot is not
+        claimed or is in flight.
+        """
+        with self._lock:
+            self._check_claimed(target)
+            self._check_idle(target)
+            if self.states is None:
+                raise ValueError(f"no state can be copied to slot {target}, since no layer has one")
+            self.states.stand(target, self._lengths[target])
+            if source != target:
+                self.owed.append(StateCopy(source, target))
+
+    def keep_state(self, seq_id: int, row: int) -> None:
+        """Copies a claimed slot's recurrent state, as the launches before leave it, to the row of a snapshot."""
+        with self._lock:
+            self._check_claimed(seq_id)
+            self.owed.append(StateCopy(seq_id, row))
 
     def abandon(self, seq_ids: Iterable[int]) -> None:
         """Cancels the reservations in flight for these slots, if there are any; nothing is committed."""

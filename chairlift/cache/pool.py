@@ -21,7 +21,7 @@ from chairlift.cache.budget import TokenBudget
 from chairlift.cache.prefixes import CommonPrefixes
 from chairlift.cache.state_books import StateBooks
 from chairlift.errors import CacheFull
-from chairlift.plan import Job, Scrub, SlotCopy, StateCopy
+from chairlift.plan import Job, Scrub, SlotCopy
 
 
 class SlotPool:
@@ -162,19 +162,6 @@ class SlotPool:
             self._common.note_copy(source, target, num_tokens)
             self.owed.append(SlotCopy(source, target, num_tokens))
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copies the recurrent state in row `source` to a claimed slot: that of all its committed tokens.
-
-        ValueError if there are no states, or the slot is not claimed, is in flight or is the source.
-        """
-        with self._lock:
-            self._check_claimed(target)
-            self._check_idle(target)
-            if self.states is None or source == target:
-                raise ValueError(f"no state can be copied from row {source} to slot {target}")
-            self.states.stand(target, self._lengths[target])
-            self.owed.append(StateCopy(source, target))
-
     def scrub(self, seq_id: int, start: int) -> None:
         """Zeroes a claimed slot from `start` to the end of what its owner may write, before the next forward pass."""
         with self._lock:
@@ -231,6 +218,8 @@ class SlotPool:
             limits = self.budget.limits
             assert all(n <= limits[seq_id] for seq_id, n in self._lengths.items()), "tokens without memory"
             assert not any(limits[seq_id] for seq_id in free | warm), "a slot without owner has a limit"
+            if self.states is not None:
+                self.states.snapshots.check()
 
     def _keep(self, seq_id: int, num_kept: int) -> None:
         """Makes a slot without an owner warm with these tokens, or free. A warm slot keeps its LRU position."""

@@ -27,6 +27,16 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
 
+def count_tokens(tokens: bytes) -> int:
+    """Counts packed tokens."""
+    return len(tokens) // _TOKEN_BYTES
+
+
+def cut_tokens(tokens: bytes, num_tokens: int) -> bytes:
+    """Returns the first of these packed tokens."""
+    return tokens[: num_tokens * _TOKEN_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """Slots whose first `num_tokens` tokens are those of the lookup."""
@@ -59,7 +69,7 @@ class PrefixIndex:
         self._entries: dict[int, _Entry] = {}
         self._num_inserted = 0
 
-    def __contains__(self, slot: int) -> bool:
+    def __contains__(self, slot: object) -> bool:
         return slot in self._entries
 
     @property
@@ -119,9 +129,14 @@ class PrefixIndex:
         """Removes all but the first `num_tokens` tokens of a slot in the index."""
         entry = self._entries[slot]
         if num_tokens:
-            self._set(slot, replace(entry, tokens=entry.tokens[: num_tokens * _TOKEN_BYTES]))
+            self._set(slot, replace(entry, tokens=cut_tokens(entry.tokens, num_tokens)))
         else:
             self.remove(slot)
+
+    def clear(self) -> None:
+        """Removes all slots."""
+        self._roots.clear()
+        self._entries.clear()
 
     def match(self, tokens: bytes, salt: str = "") -> Iterator[SharedPrefix]:
         """Iterates over shared prefixes, the longest first; the slots of a prefix also appear in all shorter ones.

@@ -10,17 +10,20 @@ A slot of `num_tokens` valid tokens can go on if they end between the two. Other
 it is zeros whatever the memory holds; one that holds tokens then needs the state of another row.
 """
 
+from chairlift.cache.snapshots import Snapshots
+
 PROMPT_TAIL = 8
 """Tokens at the end of a prompt that its state takes with the next row only: what a chat template puts before an answer
 is often not in the next turn, so a state before it is good for more prompts than one behind it."""
 
 
 class StateBooks:
-    """Positions and pending inputs of the live states, by slot."""
+    """Positions and pending inputs of the live states, by slot, and the states that are kept beside them."""
 
-    def __init__(self, num_slots: int, max_tentative: int) -> None:
+    def __init__(self, num_slots: int, max_tentative: int, num_snapshots: int = 0) -> None:
         """`max_tentative`: tokens at the end of a row that may be taken back."""
         self.max_tentative = max_tentative
+        self.snapshots = Snapshots(num_slots, num_snapshots)
         self._positions = [0] * num_slots
         self._reaches = [0] * num_slots
 

@@ -33,6 +33,8 @@ class NextStep:
         """Plans more of the request's uncomputed tokens, as many as leave `num_kept` tokens of the budget."""
         num_planned = self._chunks.get(request, 0)
         num_new = min(request.num_uncomputed - num_planned, self.num_left - num_kept)
+        if request.state_marks:
+            num_new = request.end_at_mark(num_planned + num_new) - num_planned
         if num_new > 0:
             self.num_left -= num_new
             self._chunks[request] = num_planned + num_new
@@ -74,12 +76,16 @@ def decode_row(request: RequestState) -> RowPlan:
     num_known, num_pending = len(request.token_ids), request.num_pending
     input_ids = _UNKNOWN if num_pending else request.token_ids[-1:]
     num_output = num_known + num_pending - request.num_prompt_tokens
-    return RowPlan(request.key, request.slot, request.num_computed, input_ids, num_output, request.work_to_sample())
+    row = RowPlan(request.key, request.slot, request.num_computed, input_ids, num_output, request.work_to_sample())
+    if request.is_recurrent:
+        row.num_tentative = request.num_tentative()
+    return row
 
 
 def _guessing_row(request: RequestState, guess: Guess) -> RowPlan:
     row = decode_row(request)
     row.input_ids, row.guess = (*row.input_ids, *guess.tokens), guess.tokens
+    row.num_tentative = request.num_tentative(len(guess.tokens))
     request.guess = guess
     request.has_counts = False  # only the host knows which of the tokens count, so the counts begin again
     return row
@@ -88,11 +94,17 @@ def _guessing_row(request: RequestState, guess: Guess) -> RowPlan:
 def _chunk(request: RequestState, num_new: int) -> RowPlan:
     """A part of a prompt, or of what a preempted sequence computes again."""
     assert request.slot is not None, f"{request.request_id} is planned without a slot"
+    if request.state_marks:  # some may be newer than the plan for its tokens
+        num_new = request.end_at_mark(num_new)
     start, end = request.num_computed, request.num_computed + num_new
-    work = request.work_to_sample() if num_new == request.num_uncomputed else COMPUTE
+    is_last = num_new == request.num_uncomputed
+    work = request.work_to_sample() if is_last else COMPUTE
     first = max(start, request.num_scored)  # not again what a preempted row recomputes
     last = min(end, request.num_prompt_tokens - 1)
     if request.prompt_logprobs is not None and first < last:
         scoring = Scoring(first - start, request.token_ids[first + 1 : last + 1], request.prompt_logprobs)
         work = replace(work, scoring=scoring)
-    return RowPlan(request.key, request.slot, start, request.token_ids[start:end], request.num_output_tokens, work)
+    row = RowPlan(request.key, request.slot, start, request.token_ids[start:end], request.num_output_tokens, work)
+    if request.is_recurrent and is_last:
+        row.num_tentative = max(min(request.prompt_tail, num_new), request.num_tentative())
+    return row

@@ -15,30 +15,22 @@ the request waits in its slot for that leader, and then copies the prefix: equal
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from chairlift.cache.budget import CHUNK_TOKENS, CacheUse, chunks_of
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
 from chairlift.params import FinishReason
+from chairlift.plan import StepPlan
 from chairlift.scheduler.drafting import MAX_CONTINUATION, MAX_CONTINUATIONS
+from chairlift.scheduler.finding import Finder, Finding
 from chairlift.scheduler.request import Contents, RequestState
+from chairlift.scheduler.state_reuse import StateReuse
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: saving no more is not worth a copy
-_MIN_AWAITED_TOKENS = 16  # computing fewer is quicker than waiting for them
 _KEPT_AT_REST = 0.1  # share of memory that idle warm slots keep: a chat resumed after a pause is not recomputed
 _MAX_KEPT_AT_REST = 8192  # tokens: 250 MB of a 1 B model
 _RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more are preempted
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """The slot that holds a request's longest prefix, and the request that is computing a longer one."""
-
-    slot: int | None = None
-    num_tokens: int = 0
-    leader: RequestState | None = None
 
 
 class Placement:
@@ -50,6 +42,10 @@ class Placement:
         self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
         self._index = PrefixIndex()
         self._owners: dict[int, RequestState] = {}
+        self._states: StateReuse | None = None  # no layer has a recurrent state, or none is reused
+        if slots.states is not None and enable_prefix_caching:
+            self._states = StateReuse(slots, slots.states)
+        self._finder = Finder(slots, self._index, self._owners, self._states)
 
     @property
     def owners(self) -> list[RequestState]:
@@ -79,9 +75,14 @@ class Placement:
             (slot,) = self._slots.claim(1)
             num_reused = 0
         else:
-            num_reused = finding.num_tokens
+            num_reused = finding.num_in_place
             self._slots.claim_slot(slot, num_reused)
         request.slot = slot
+        request.is_recurrent = self._slots.states is not None
+        if self._states is not None:
+            self._states.begin(request)
+            if num_reused:
+                self._states.take_in_place(request, tokens, finding.state)
         request.reuse(num_reused)
         request.contents, request.has_counts = Contents(num_reused), False
         self._owners[slot] = request
@@ -114,12 +115,21 @@ class Placement:
         request.num_held = self._slots.budget.limits[slot]
         return not num_missing
 
-    def follow(self, request: RequestState, finding: _Finding | None = None) -> None:
+    def follow(self, request: RequestState, finding: Finding | None = None) -> None:
         """Makes a request wait for a leader or, if there is none (any more), copies the prefix that was found."""
         finding = finding or self._find(request, pack_tokens(request.token_ids))
         request.leader = finding.leader
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
+            if self._states is not None:
+                self._states.mark_junction(request, finding.num_matched)
+        elif self._states is not None:
+            self._states.mark_for_follower(finding.leader, finding.num_awaited)
+
+    def keep_states(self, plan: StepPlan) -> None:
+        """Keeps recurrent states that the prompts in a plan leave, once it counts as begun."""
+        if self._states is not None:
+            self._states.keep_after(plan, self.owner_of, self._index)
 
     def release(self, request: RequestState) -> None:
         """Takes the request's slot: its sound tokens stay warm, and the rest is scrubbed."""
@@ -131,6 +141,8 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
+        if self._states is not None and num_kept < request.num_computed:
+            self._states.forget(request, above=num_kept)
         if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:
@@ -165,13 +177,17 @@ class Placement:
             self._slots.release(slot)
             self._index.remove(slot)
         self._owners.clear()
+        if self._states is not None:
+            self._states.forget_all()
 
     def forget_prefixes(self) -> None:
         """Empties the index, so that neither new requests nor those that wait for a leader reuse anything.
 
         Owners keep their slots, which will not become warm, since they are no longer in the index.
         """
-        self._index = PrefixIndex()
+        self._index.clear()
+        if self._states is not None:
+            self._states.forget_all()
         for slot in self._slots.warm:
             self._slots.shrink_warm(slot, 0)
 
@@ -198,36 +214,19 @@ class Placement:
             assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
             is_done = has_ended or request.is_yielding or request.num_pending
             assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
+            if self._slots.states is not None and not has_ended:
+                self._slots.states.num_replayed(slot, length)  # ValueError if its state does not lead there
 
-    def _find(self, request: RequestState, tokens: bytes) -> _Finding:
-        if request.wants_prompt_scored:
-            return _Finding()
-        most = len(request.token_ids) - 1
-        slot, num_tokens, leader, num_awaited = None, 0, None, 0
-        seen: set[int] = set()
-        for prefix in self._index.match(tokens, request.options.cache_salt):
-            num_shared = min(prefix.num_tokens, most)
-            if num_shared <= num_tokens:
-                break
-            for candidate in prefix.slots - seen:
-                num_valid = min(num_shared, self._slots.num_valid(candidate))
-                if num_valid > num_tokens:
-                    slot, num_tokens = candidate, num_valid
-                owner = self._owners.get(candidate)
-                if leader is None and num_valid < num_shared and owner is not None and _can_lead(owner, request):
-                    leader, num_awaited = owner, num_shared
-            seen |= prefix.slots
-        if num_awaited < num_tokens + _MIN_AWAITED_TOKENS:
-            leader = None
-        return _Finding(slot, num_tokens, leader)
+    def _find(self, request: RequestState, tokens: bytes) -> Finding:
+        return self._finder.find(request, tokens)
 
-    def _choose(self, finding: _Finding, num_tokens: int) -> int | None:
+    def _choose(self, finding: Finding, num_tokens: int) -> int | None:
         """The warm slot that a request of `num_tokens` tokens takes in place; None if it gets another slot."""
         warm, budget = self._slots.warm, self._slots.budget
         if finding.slot not in warm:
             return None
         is_next_to_go = not self._slots.num_free and next(iter(warm)) == finding.slot
-        is_little_lost = warm[finding.slot] - finding.num_tokens <= _MAX_LOST_TOKENS
+        is_little_lost = warm[finding.slot] - finding.num_in_place <= _MAX_LOST_TOKENS
         fits_beside = chunks_of(num_tokens) <= budget.num_obtainable - budget.num_warm_of(finding.slot)
         return finding.slot if is_next_to_go or is_little_lost or not fits_beside else None
 
@@ -246,7 +245,7 @@ class Placement:
                 self._slots.shrink_warm(slot, num_kept)
                 self._index.cut(slot, num_kept)
 
-    def _copy(self, request: RequestState, finding: _Finding) -> None:
+    def _copy(self, request: RequestState, finding: Finding) -> None:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
         source, target, num_tokens = finding.slot, request.slot, finding.num_tokens
         assert target is not None, "a request is placed before anything is copied for it"
@@ -255,6 +254,8 @@ class Placement:
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
+        if finding.state is not None and self._states is not None:
+            self._states.take_copy(target, finding.state)
         request.reuse(num_tokens)
         request.contents.copied(min(num_sound, num_tokens))
 
@@ -265,6 +266,8 @@ class Placement:
         another. Slots that share less with the row, or have another salt, are kept: if they are bad, the next request
         that fails because of them frees them.
         """
+        if self._states is not None:
+            self._states.forget(request, above=request.num_reused if request.may_allow_nothing else 0)
         if not request.num_reused or request.may_allow_nothing:
             return
         tokens = pack_tokens(request.token_ids[: request.num_reused])
@@ -274,9 +277,3 @@ class Placement:
         for slot in doubtful:
             self._index.remove(slot)
             self._slots.shrink_warm(slot, 0)
-
-
-def _can_lead(owner: RequestState, request: RequestState) -> bool:
-    """Whether the owner may be the request's leader. It must have no leader itself, so that there are no cycles."""
-    is_computing = owner.slot is not None and owner.finish_reason is None
-    return is_computing and owner.leader is None and owner is not request

@@ -131,6 +131,11 @@ class _Progress:
     guess: Guess = NO_GUESS  # the newest one that is verified
     has_counts: bool = False  # penalties go on from what was counted of its tokens in this slot
     leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
+    # If layers have recurrent states: numbers of tokens after which its state is wanted, and at which a chunk ends, and
+    # tokens at the end of its prompt that its state does not take at once.
+    is_recurrent: bool = False
+    state_marks: tuple[int, ...] = ()
+    prompt_tail: int = 0
     is_yielding: bool = False  # preempted: it loses its slot once no launch writes to it
     # In total
     num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
@@ -218,6 +223,20 @@ class RequestState(_Progress):
             return Work(is_sampled=True, history=history)
         forbidden = self.token_filter.forbidden_after(self.token_ids, self.num_prompt_tokens)
         return Work(is_sampled=True, history=history, forbidden=forbidden)
+
+    def end_at_mark(self, num_new: int) -> int:
+        """Cuts a chunk of `num_new` tokens where a state is wanted. Within the prompt's tail the one before will do."""
+        start, last = self.num_computed, len(self.token_ids)
+        if start + num_new == last and num_new >= self.prompt_tail:
+            last -= self.prompt_tail
+        return min([num_new, *(mark - start for mark in self.state_marks if start < mark < last)])
+
+    def num_tentative(self, num_guessed: int = 0) -> int:
+        """Counts the tokens of its next row that may be taken back, if there is a recurrent state.
+
+        These are its guess and, if its mask may be late, the token before that.
+        """
+        return num_guessed + (self.grammar is not None) if self.is_recurrent else 0
 
     def reuse(self, num_tokens: int) -> None:
         """Records that `num_tokens` tokens are in its slot already; after a preemption they do not count as cached."""

@@ -161,9 +161,8 @@ class Scheduler:
 
         Returns the plan as it is to be computed: with the copies and scrubs that precede it.
         """
-        reservation = self._slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps)
-        valid_lengths = []
-        owner_of = self.placement.owner_of
+        reservation = self._slots.reserve(plan.slots, plan.num_new_tokens, plan.num_steps, plan.num_tentative)
+        valid_lengths, owner_of = list[int](), self.placement.owner_of
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
             request = owner_of(row.slot)
             # The last token that a row gets has no key and value yet; a guess's tokens are already among the new ones.
@@ -173,7 +172,9 @@ class Scheduler:
             request.num_launches += 1
             valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
-        return replace(plan, jobs=tuple(self._slots.owed), reservation=reservation)
+        begun = replace(plan, jobs=tuple(self._slots.owed), reservation=reservation)
+        self.placement.keep_states(plan)  # by jobs that precede the next plan
+        return begun
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per changed row."""

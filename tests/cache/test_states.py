@@ -177,8 +177,22 @@ def test_a_copied_prefix_needs_a_copied_state() -> None:
         cache.fetch([target])
     cache.copy_state(snapshot, target)
     assert run(cache, {target: [7]}).live[target].tolist() == [state_of([1, 2, 3, 7])] * 4
-    with pytest.raises(ValueError, match=f"from row {target} to slot {target}"):
-        cache.copy_state(target, target)
+    plain = Manager(KEPT, 1, SLOT_LEN, 1, ["cpu"])
+    plain.claim(1)
+    with pytest.raises(ValueError, match="no state can be copied to slot 0, since no layer has one"):
+        plain.copy_state(0, 0)
+
+
+def test_a_slot_that_is_claimed_anew_still_has_the_state_until_something_is_computed() -> None:
+    cache = make()
+    source, other = cache.claim(2)
+    run(cache, {source: [1, 2, 3]})
+    cache.copy_prefix(source, other, 3)
+    cache.release(source, 3)
+    cache.claim_slot(source)
+    cache.copy_prefix(other, source, 3)
+    cache.copy_state(source, source)
+    assert run(cache, {source: [4]}).live[source].tolist() == [state_of([1, 2, 3, 4])] * 4
 
 
 def test_an_abandoned_row_has_no_state_left() -> None:

@@ -11,14 +11,16 @@ from functools import partial
 from typing import Any, Self
 
 from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.state_books import StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
+from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StateCopy, StepPlan
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.request_queue import RequestQueue
 
 EOS, WORD = 1, 9
+MAX_TENTATIVE = 65  # the longest guess and the token before it
 _OPTIONS = {
     "priority": "priority",
     "tenant": "tenant",
@@ -75,10 +77,11 @@ class Driver:
         max_num_running: int | None = None,
         cache_tokens: int | None = None,
         speculation: Speculation | None = None,
+        states: StateBooks | None = None,
         new_queue: Callable[[], RequestQueue] = FairQueue,
     ) -> None:
         self.now = 0.0
-        self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens)
+        self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens, states)
         limits = (budget, max_steps, max_queue_size)
         parts = (max_num_running, speculation, new_queue)
         self.scheduler = Scheduler(self.slots, *limits, policy, lambda: self.now, *parts)
@@ -156,10 +159,15 @@ class FakeEngine(Driver):
         *,
         num_ahead: int = 0,
         say: Callable[[str], int] = lambda _: WORD,
+        num_snapshots: int | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: of `Driver`; prefixes are reused, unless its policy says otherwise."""
-        super().__init__(num_slots, max(budget, num_slots), **{"policy": Policy(), **settings})
+        """`settings`: of `Driver`; prefixes are reused, unless its policy says otherwise.
+
+        `num_snapshots`: of the states of recurrent layers; None: there are no such layers.
+        """
+        states = None if num_snapshots is None else StateBooks(num_slots, MAX_TENTATIVE, num_snapshots)
+        super().__init__(num_slots, max(budget, num_slots), **{"policy": Policy(), "states": states, **settings})
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.rejections: dict[str, Exception] = {}  # by request
@@ -169,6 +177,9 @@ class FakeEngine(Driver):
         self._answers: dict[str, list[int]] = {}
         self._say_more = say
         self._contents: list[list[int]] = [[] for _ in range(num_slots)]
+        # What states have taken, by row, and the inputs that wait for their turn, by slot.
+        self._states: list[list[int]] = [[] for _ in range(num_slots + (num_snapshots or 0))]
+        self._pending: list[list[int]] = [[] for _ in range(num_slots)]
         self._said: dict[str, list[int]] = {}  # by request: its prompt and all that was sampled, surplus included
         self._results: deque[list[RowResult]] = deque()  # of launches in flight
         self._copies: list[SlotCopy] = []  # before the latest launch
@@ -264,7 +275,7 @@ class FakeEngine(Driver):
         """Computes, in slots that hold token ids."""
         self._copies = self._perform(plan.jobs)
         results = []
-        for row in plan.rows:
+        for index, row in enumerate(plan.rows):
             said, slot, start = self._said[row.key.tag], row.slot, row.start
             assert self._contents[slot][:start] == said[:start], "it reads what is not its own"
             new = [*said[start : start + row.num_new_tokens - len(row.guess)], *row.guess]
@@ -273,11 +284,25 @@ class FakeEngine(Driver):
             new += sampled[:-1] if not row.guess else []
             assert len(new) == row.num_new_tokens + plan.num_steps - 1
             self._contents[slot][start:] = new
+            if self.slots.states is not None:
+                self._advance_state(plan, index, new)
             said += sampled
             self.num_tokens_computed += len(new)
             is_failing = row.is_sampled and row.key.tag in self.failing
             results.append(RowResult([], error="no number") if is_failing else RowResult(sampled))
         self._results.append(results)
+
+    def _advance_state(self, plan: StepPlan, index: int, new: list[int]) -> None:
+        """A state takes its pending inputs first, then all new tokens but the tentative ones."""
+        assert plan.reservation is not None
+        slot, start = plan.reservation.seq_ids[index], plan.reservation.lengths[index]
+        num_replayed, num_tentative = plan.reservation.num_replayed[index], plan.reservation.num_tentative[index]
+        position, end = start - num_replayed, len(new) - num_tentative
+        taken = self._states[slot] if position else []
+        assert taken == self._contents[slot][:position], "its state is not that of its tokens"
+        assert len(self._pending[slot]) >= num_replayed, "it replays what was not left"
+        self._states[slot] = [*taken, *self._pending[slot][:num_replayed], *new[:end]]
+        self._pending[slot] = new[end:]
 
     def _sample(self, row: RowPlan, num_steps: int) -> list[int]:
         """One token a step; with a guess, up to the first that is not what was guessed."""
@@ -313,7 +338,9 @@ class FakeEngine(Driver):
             if isinstance(job, SlotCopy):
                 self._contents[job.target] = self._contents[job.source][: job.num_tokens]
                 copies.append(job)
-            elif isinstance(job, Scrub):
+            elif isinstance(job, StateCopy):
+                self._states[job.target] = list(self._states[job.source])
+            else:
                 del self._contents[job.slot][job.start :]
         return copies
 
@@ -328,6 +355,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     scheduler.reset_prefix_cache()
     index = placement._index
     assert (index._roots, index._entries) == ({}, {})
+    assert slots.states is None or not len(slots.states.snapshots)
     assert (slots.warm, slots._in_flight, slots._common._prefixes) == ({}, {}, {})
     assert slots.num_free == slots.num_slots
 

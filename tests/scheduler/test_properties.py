@@ -192,9 +192,16 @@ class Traffic(RuleBasedStateMachine):
         num_ahead=st.integers(0, 2),
         tokens=st.lists(st.sampled_from([EOS, 9, 9, 9, 9, 30]), min_size=1, max_size=20),
         num_guessed=st.none() | st.integers(1, 16) | st.just("auto"),
+        num_snapshots=st.none() | st.integers(0, 4),
     )
     def start(
-        self, settings: dict[str, Any], num_spare: int, num_ahead: int, tokens: list[int], num_guessed: Any
+        self,
+        settings: dict[str, Any],
+        num_spare: int,
+        num_ahead: int,
+        tokens: list[int],
+        num_guessed: Any,
+        num_snapshots: int | None,
     ) -> None:
         words, num_running = cycle(tokens), settings.pop("num_slots")
         self.engine = FakeEngine(
@@ -205,6 +212,7 @@ class Traffic(RuleBasedStateMachine):
             num_ahead=num_ahead if num_guessed is None else 0,
             say=lambda _: next(words),
             speculation=None if num_guessed is None else Speculation(num_guessed),
+            num_snapshots=num_snapshots,
             **settings,
         )
 

@@ -1,0 +1,146 @@
+"""Recurrent states: which one a prompt goes on from, and which are kept for later prompts.
+
+Keys and values of any number of first tokens can be reused, but a state only exists where one was kept:
+
+    prompt    |==================================|- - - - - - - -|
+              0          state          matched in a slot      its end
+                           |~~~~ again ~~~~|
+
+So a prompt goes on from the longest state within what a slot holds of it: a snapshot, or the live state of a slot that
+stands there. What follows up to there is computed again, with equal bits. If that is much, the prompt leaves a state
+where the match ends (a junction), so that the third prompt with this beginning finds one. States are also kept at the
+ends of prompts, where a follower waits for one, and every `WAYPOINT_TOKENS` tokens, at the ends of chunks.
+"""
+
+from collections.abc import Callable, Container, Sequence
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.prefixes import SharedPrefix, cut_tokens, pack_tokens
+from chairlift.cache.snapshots import StateSource
+from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
+from chairlift.plan import StateCopy, StepPlan
+from chairlift.scheduler.request import RequestState
+
+WAYPOINT_TOKENS = 1024
+"""At least so many tokens lie between a waypoint and the state before it."""
+
+_MIN_JUNCTION = 64  # tokens of a common beginning that are worth a state
+_MOST_AGAIN = 10  # one token in so many of a match may be computed again without leaving a state there
+_TAIL_SHARE = 16  # at most one token in so many of a prompt belongs to its tail
+_MIN_NEW = 64  # tokens that a state at the end of a prompt must be ahead of the one before
+
+
+class StateReuse:
+    """Finds, copies and keeps states for a scheduler whose slots have them."""
+
+    def __init__(self, slots: SlotLedger, states: StateBooks) -> None:
+        self._slots = slots
+        self._states = states
+        self._max_tail = min(PROMPT_TAIL, states.max_tentative)
+
+    def find(self, matches: Sequence[SharedPrefix], tokens: bytes, salt: str, num_matched: int) -> StateSource | None:
+        """Finds the longest state of at most `num_matched` tokens. `matches`: slots by what they share, longest first.
+
+        None if there is none, so that nothing can be reused.
+        """
+        found = self._states.snapshots.find(tokens, salt, num_matched)
+        for prefix in matches:
+            longest = min(prefix.num_tokens, num_matched)
+            if found is not None and longest <= found.num_tokens:
+                break
+            for slot in prefix.slots:
+                position = self._states.position(slot)
+                if 0 < position <= longest and (found is None or position > found.num_tokens):
+                    found = StateSource(slot, position)
+        return found
+
+    def reach_in_place(self, slot: int, num_matched: int) -> int:
+        """How many of `num_matched` tokens of a slot its own state can be brought to, with its pending inputs."""
+        states = self._states
+        return min(states.reach(slot), num_matched) if states.position(slot) <= num_matched else 0
+
+    def begin(self, request: RequestState) -> None:
+        """Prepares a request that has just got its slot."""
+        num_tokens = len(request.token_ids)
+        request.prompt_tail = max(1, min(self._max_tail, num_tokens // _TAIL_SHARE))
+        request.state_marks = ()
+
+    def take_in_place(self, request: RequestState, tokens: bytes, source: StateSource | None) -> None:
+        """Gives a request that got a warm slot with some of its tokens the state after these.
+
+        If that is the slot's own, it is kept before the new tokens move it, unless there is one that is nearly as long.
+        """
+        slot = request.slot
+        assert slot is not None, f"{request.request_id} has no slot yet"
+        length, position = self._slots.cache_length_of(slot), self._states.position(slot)
+        if position <= length <= self._states.reach(slot):
+            self._keep(slot, cut_tokens(tokens, position), request.options.cache_salt, min_new=_MIN_NEW)
+            return
+        assert source is not None, f"slot {slot} is reused without a state"
+        self.take_copy(slot, source)
+
+    def take_copy(self, slot: int, source: StateSource) -> None:
+        """Copies a state to a slot that has been given the tokens that it has taken."""
+        if source.row >= self._slots.num_slots:
+            self._states.snapshots.use(source.row)
+        assert self._slots.cache_length_of(slot) == source.num_tokens, f"slot {slot} and its state differ"
+        self._slots.copy_state(source.row, slot)
+
+    def mark_junction(self, request: RequestState, num_matched: int) -> None:
+        """Has a prompt leave a state where its match ends, if much of it must be computed again without one."""
+        num_again = num_matched - request.num_computed
+        if num_matched >= _MIN_JUNCTION and (num_again * _MOST_AGAIN > num_matched or num_again >= _MIN_NEW):
+            self._mark(request, num_matched)
+
+    def mark_for_follower(self, leader: RequestState, num_tokens: int) -> None:
+        """Has a leader leave a state for a prompt that shares so many tokens with it."""
+        self._mark(leader, num_tokens)
+
+    def keep_after(self, plan: StepPlan, owner_of: Callable[[int], RequestState], reusable: Container[int]) -> None:
+        """Keeps the states that the prompts in a plan, which has begun, leave behind.
+
+        `reusable`: slots whose tokens others may reuse.
+        """
+        for row in plan.rows[plan.num_decode_rows :]:
+            if row.guess or row.slot not in reusable:
+                continue
+            request, position = owner_of(row.slot), self._states.position(row.slot)
+            tokens, salt = pack_tokens(request.token_ids[:position]), request.options.cache_salt
+            is_marked = any(row.start < mark <= request.num_computed for mark in request.state_marks)
+            if is_marked:
+                request.state_marks = tuple(mark for mark in request.state_marks if mark > request.num_computed)
+                self._keep(row.slot, tokens, salt)
+            elif row.is_sampled:
+                self._keep(row.slot, tokens, salt, min_new=_MIN_NEW)
+            else:
+                self._keep(row.slot, tokens, salt, min_new=WAYPOINT_TOKENS, is_waypoint=True)
+
+    def forget(self, request: RequestState, above: int) -> None:
+        """Forgets kept states that have taken more than `above` tokens of a request, which may be at fault."""
+        self._states.snapshots.forget(pack_tokens(request.token_ids), request.options.cache_salt, above)
+
+    def forget_all(self) -> None:
+        """Forgets all kept states, and the live ones that wait for a copy, which may be repeated too late."""
+        self._states.snapshots.clear()
+        for job in self._slots.owed:
+            if isinstance(job, StateCopy) and job.target < self._slots.num_slots:
+                self._states.cut(job.target, 0)
+
+    def _mark(self, request: RequestState, num_tokens: int) -> None:
+        if num_tokens > request.num_computed and num_tokens not in request.state_marks:
+            request.state_marks = (*request.state_marks, num_tokens)
+
+    def _keep(self, slot: int, tokens: bytes, salt: str, *, min_new: int = 1, is_waypoint: bool = False) -> None:
+        snapshots, position = self._states.snapshots, self._states.position(slot)
+        if not position or not snapshots.capacity:
+            return
+        before = snapshots.find(tokens, salt, position)
+        if before is not None and before.num_tokens > position - min_new:
+            if before.num_tokens == position and not is_waypoint:
+                snapshots.use(before.row)
+            return
+        if before is None and position < min_new:
+            return
+        row = snapshots.add(tokens, salt, is_waypoint=is_waypoint)
+        if row is not None:
+            self._slots.keep_state(slot, row)

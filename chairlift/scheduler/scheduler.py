@@ -78,8 +78,7 @@ class Scheduler:
 
     @property
     def warm(self) -> dict[int, int]:
-        """The reusable tokens of each warm slot."""
-        return self._slots.warm
+        return self._slots.warm  # slot -> reusable tokens
 
     @property
     def has_work(self) -> bool:

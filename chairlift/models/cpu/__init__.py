@@ -4,7 +4,8 @@
 `CpuDecoder` runs it. The torch model is the reference in tests.
 """
 
-from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu.build import CpuKernelsUnavailable
 from chairlift.models.cpu.decoder import CpuDecoder, find_obstacle
+from chairlift.models.cpu.library import load_library
 
 __all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library"]

@@ -1,6 +1,6 @@
-"""Finds the kernels' library for this machine: in the package if a wheel brought it, else compiled once and kept.
+"""Finds a library of the kernels: in the package if a wheel brought it, else compiled once and kept.
 
-The processor's features decide at run time which instructions are used (`processor`). There is one library per
+The processor's features decide at run time which one is used (`library`). There is one library per
 instruction set, so that a home directory shared by several machines works, and tests can try every set that the machine
 has.
 
@@ -12,7 +12,6 @@ Building a wheel uses this module, too, without torch, so torch is imported only
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import logging
 import os
@@ -106,34 +105,7 @@ def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
     return _BY_MACHINE.get("aarch64" if machine == "arm64" else machine, (_PLAIN_SET,))
 
 
-@functools.cache
-def load_library(isa: str | None) -> ctypes.CDLL:
-    """The compiled kernels, of the best instruction set this machine has (None) or the one named.
-
-    CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
-    """
-    from chairlift.models.cpu.processor import find_drawback, usable_instruction_sets, wanted_level
-    from chairlift.models.cpu.structures import start
-
-    usable = usable_instruction_sets()
-    if not usable:
-        raise CpuKernelsUnavailable(find_drawback() or "there is no native code for this machine")
-    wanted = isa or wanted_level()
-    if wanted is not None and wanted not in usable:
-        raise CpuKernelsUnavailable(f"{wanted!r} is not a level of this processor, which has {', '.join(usable)}")
-    by_name = {each.name: each for each in instruction_sets(platform.machine())}
-    problem: str | None = None
-    for name in (wanted,) if wanted else usable:
-        library = _open(by_name[name])
-        problem = start(library)
-        if problem is None:
-            logger.info("CPU kernels: %s", name)
-            return library
-        logger.warning("the kernels for %s cannot be used: %s", name, problem)
-    raise CpuKernelsUnavailable(f"no kernels can be used: {problem}")
-
-
-def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
+def open_library(instruction_set: InstructionSet) -> ctypes.CDLL:
     if platform.system() == _LINUX and not _load_openmp():  # other systems do not use it: see team.h
         instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
     packaged = _PACKAGED / file_name(instruction_set)

@@ -13,7 +13,8 @@ from chairlift.config import DType, Quantization
 from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Layer, ModelConfig, ModelShape
 from chairlift.models.cpu import structures
-from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu.build import CpuKernelsUnavailable
+from chairlift.models.cpu.library import load_library
 from chairlift.models.cpu.packing import LANES
 from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece
 from chairlift.models.cpu.weights import NativeWeights

@@ -26,7 +26,7 @@ cp {library} "$last"
 """
 
 
-load_anew = build.load_library.__wrapped__  # which remembers nothing
+load_anew = load_library.__wrapped__  # which remembers nothing
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""Loads the kernels of the best instruction set that this machine has."""
+
+import ctypes
+import functools
+import logging
+import platform
+
+from chairlift.models.cpu.build import CpuKernelsUnavailable, instruction_sets, open_library
+from chairlift.models.cpu.processor import find_drawback, usable_instruction_sets, wanted_level
+from chairlift.models.cpu.structures import start
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_library(isa: str | None) -> ctypes.CDLL:
+    """The compiled kernels, of the best instruction set this machine has (None) or the one named.
+
+    CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
+    """
+    usable = usable_instruction_sets()
+    if not usable:
+        raise CpuKernelsUnavailable(find_drawback() or "there is no native code for this machine")
+    wanted = isa or wanted_level()
+    if wanted is not None and wanted not in usable:
+        raise CpuKernelsUnavailable(f"{wanted!r} is not a level of this processor, which has {', '.join(usable)}")
+    by_name = {each.name: each for each in instruction_sets(platform.machine())}
+    problem: str | None = None
+    for name in (wanted,) if wanted else usable:
+        library = open_library(by_name[name])
+        problem = start(library)
+        if problem is None:
+            logger.info("CPU kernels: %s", name)
+            return library
+        logger.warning("the kernels for %s cannot be used: %s", name, problem)
+    raise CpuKernelsUnavailable(f"no kernels can be used: {problem}")

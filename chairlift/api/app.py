@@ -9,6 +9,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, KNOWN_CONVENTIONS, Handler, error_middleware
 from chairlift.api.http.access import Cors
 from chairlift.api.http.connections import meet_expectation
+from chairlift.api.http.event_stream import PULSE, Pulse
 from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
 from chairlift.api.protocols import CONVENTIONS, all_routes
@@ -40,6 +41,7 @@ class Api:
         self.keys = self.service.keys
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._unread = UnreadReplies(config.max_unread_bytes, lambda request: self.keys.client_of(request).name)
+        self.pulse = Pulse()
         self.is_draining = False  # requests are refused
         self.num_active = 0  # requests between their headers and the last byte of their replies
 
@@ -47,7 +49,7 @@ class Api:
         """The application, for a runner with `handler_cancellation=True`, which notices clients that leave."""
         middlewares = [error_middleware, self._unread.middleware, self.keys.middleware, self._count_active]
         app = web.Application(middlewares=middlewares)
-        app[UNREAD] = self._unread
+        app[UNREAD], app[PULSE] = self._unread, self.pulse
         app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app[KNOWN_CONVENTIONS] = CONVENTIONS
         app.on_response_prepare.append(self.service.bodies.release)

@@ -136,6 +136,17 @@ def recorded(llm: AsyncLLM) -> Iterator[Launches]:
         yield launches
 
 
+@contextmanager
+def silent_for(server: Server, interval_s: float) -> Iterator[None]:
+    """Streams that are silent for so long get keep-alive events."""
+    pulse, before = server.api.pulse, server.api.pulse.interval_s
+    pulse.interval_s = interval_s
+    try:
+        yield
+    finally:
+        pulse.interval_s = before
+
+
 class RawClient:
     """A socket, and what one does with it; a context manager leaves."""
 

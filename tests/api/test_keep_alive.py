@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +14,20 @@ from aiohttp import web
 from chairlift.api.http import event_stream
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import client_of
-from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
+from tests.api.fault_support import Gate, forward_of, held, post, serving, silent_for, until_idle
 from tests.engine.async_support import wait_until
 
 COMMENT = ": keep-alive\n\n"
 BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "stream": True}
 
 
+SILENCE_S = 0.03
+
+
 @pytest.fixture(autouse=True)
-def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.03)
+def brief_silence(server: Server) -> Iterator[None]:
+    with silent_for(server, SILENCE_S):
+        yield
 
 
 @in_loop
@@ -50,6 +54,7 @@ def texts_of(stream: str) -> tuple[str, str]:
 
 async def test_while_a_prompt_waits_there_are_comments_and_then_the_same_events() -> None:
     async with serving(max_batch_size=1) as server, aiohttp.ClientSession() as http:
+        server.api.pulse.interval_s = SILENCE_S
         url = f"{server.url}/v1/completions"
         async with http.post(url, json=BODY) as response:
             alone = await response.text()
@@ -78,7 +83,7 @@ async def test_the_openai_client_passes_over_them(server: Server, gate: Gate) ->
 async def test_comments_come_after_a_whole_silence(server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the pauses between tokens fall: most are shorter here, and together longer."""
     interval_s, writes = 0.05, list[tuple[float, bytes]]()
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", interval_s)
+    server.api.pulse.interval_s = interval_s
     write = event_stream.EventStream._write
 
     async def note(self: event_stream.EventStream, data: bytes) -> None:
@@ -153,6 +158,7 @@ async def test_an_end_amid_a_comment_loses_nothing(server: Server, gate: Gate, s
 
 async def test_an_error_amid_a_comment_is_told(slow_writes: list[bytes]) -> None:
     async with serving(max_batch_size=1, max_queue_size=0) as server:
+        server.api.pulse.interval_s = SILENCE_S
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, {**BODY, "stream": False}):
                 await gate.entered()

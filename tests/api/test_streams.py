@@ -16,7 +16,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.http.event_stream import EventStream
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, counts, post, serving, user, whole_and_chunks
-from tests.api.fault_support import until_idle
+from tests.api.fault_support import silent_for, until_idle
 from tests.engine.support import make_tiny_checkpoint
 
 HEAD = '"created":1,"model":"bundled","system_fingerprint":"fp"'
@@ -126,18 +126,15 @@ async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> s
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_says_what_the_whole_reply_says(
-    babbler: Server, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # No comments, however busy the machine is.
-    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 600.0)
+async def test_a_stream_says_what_the_whole_reply_says(babbler: Server, path: str) -> None:
     bodies = [random_body(seed) for seed in range(NUM_CASES)]
     for seed, body in enumerate(bodies):
         if path == CHAT:
             body["messages"] = user(f"{seed}: é")
         else:
             body |= {"prompt": f"{seed}: é"} | ({"logprobs": 2} if "logprobs" in body else {})
-    texts = await asyncio.gather(*(check(babbler, path, body, seed) for seed, body in enumerate(bodies)))
+    with silent_for(babbler, 600.0):  # no comments, however busy the machine is
+        texts = await asyncio.gather(*(check(babbler, path, body, seed) for seed, body in enumerate(bodies)))
     await until_idle(babbler)
     said = set("".join(texts))  # characters of several bytes, and parts of some, or else this would show little
     assert HALF in said

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from chairlift.api.errors import error_middleware
 from chairlift.api.http.connections import Connection
-from chairlift.api.http.event_stream import EventStream
+from chairlift.api.http.event_stream import PULSE, EventStream, Pulse
 from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.errors import ClientTooBusy
 from tests.api.conftest import Server, serving_app
@@ -65,7 +65,7 @@ async def asking(max_bytes: int, stalled_s: float) -> AsyncIterator[Callable[[st
 
     unread = UnreadReplies(max_bytes, lambda request: request.headers["Client"], stalled_s)
     app = web.Application(middlewares=[error_middleware, unread.middleware])
-    app[UNREAD] = unread
+    app[UNREAD], app[PULSE] = unread, Pulse()
     app.router.add_get("/shared", whole)
     app.router.add_get("/own", whole)
     app.router.add_get("/stream", stream)

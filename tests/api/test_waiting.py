@@ -225,9 +225,9 @@ async def test_a_prompt_that_waited_too_long_ends_the_others_of_its_request() ->
     assert reply["error"]["code"] == "queue_timeout"
 
 
-async def test_a_stream_that_has_begun_with_comments_gets_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.02)
+async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
     async with holding() as engine, client_of(engine.server) as client:
+        engine.server.api.pulse.interval_s = 0.02
         running = await engine.occupied()
         asked: Any = {"model": "bundled", "prompt": STORY, "stream": True, "extra_body": {"timeout": 5}}
         late: Any = await client.completions.create(**asked)  # which returns with the first comment

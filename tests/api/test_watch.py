@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
+from chairlift.api.http.event_stream import PULSE, Pulse
 from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.journal import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
@@ -184,9 +185,14 @@ async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_get_the_ver
 
 
 @asynccontextmanager
-async def serving(source: SnapshotSource, client_timeout: float = 60.0) -> AsyncIterator[str]:
+async def serving(
+    source: SnapshotSource,
+    client_timeout: float = 60.0,
+    pulse: Pulse = Pulse(),  # noqa: B008 - left as it is
+) -> AsyncIterator[str]:
     """The endpoint on the production's connections; its address."""
     app = web.Application(middlewares=[error_middleware])
+    app[PULSE] = pulse
     add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S))
     async with serving_app(app, client_timeout=client_timeout) as url:
         yield f"{url}/watch"
@@ -196,13 +202,10 @@ async def events_of(response: aiohttp.ClientResponse, num_events: int) -> list[A
     return [read((await response.content.readuntil(b"\n\n")).decode()) for _ in range(num_events)]
 
 
-async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.02)
+async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(http: aiohttp.ClientSession) -> None:
     source = busy()
     source.moves = False
-    async with serving(source) as url, http.get(url) as response:
+    async with serving(source, pulse=Pulse(0.02)) as url, http.get(url) as response:
         await events_of(response, 1)
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
 

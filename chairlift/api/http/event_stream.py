@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +11,6 @@ from aiohttp import web
 
 from chairlift.api.http.unread import PIECE_BYTES, UNREAD
 
-KEEP_ALIVE_S = 10.0  # proxies and clients drop a silent connection after a minute or so
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment: clients ignore it, and proxies see activity
 _NO_HEADERS: Mapping[str, str] = {}
 _HEADERS = {
@@ -20,11 +20,21 @@ _HEADERS = {
 }
 
 
+@dataclass(slots=True)
+class Pulse:
+    """How long the streams of an application may be silent."""
+
+    interval_s: float = 10.0  # proxies and clients drop a silent connection after a minute or so
+
+
+PULSE = web.AppKey("chairlift_pulse", Pulse)
+
+
 class EventStream:
     """One reply that is written event by event; a context manager.
 
     The status is sent with the first event, so that an earlier error can still have its own, or with the first
-    keep-alive event, which is sent whenever `KEEP_ALIVE_S` pass without an event.
+    keep-alive event, which is sent whenever the interval of the application's `Pulse` passes without an event.
     """
 
     def __init__(
@@ -90,7 +100,7 @@ class EventStream:
         with contextlib.suppress(ConnectionError):  # the next write will notice
             while True:
                 num_sent = self._num_sent
-                await asyncio.sleep(KEEP_ALIVE_S)
+                await asyncio.sleep(self._request.app[PULSE].interval_s)
                 if self._num_sent == num_sent and not self._is_amid_event:
                     await self._write(self._keep_alive_event)
 

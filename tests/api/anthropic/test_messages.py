@@ -15,7 +15,7 @@ from chairlift.api.anthropic.request import MessagesRequest
 from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, events_of, whole_of
 from tests.api.conftest import MAX_SEQ_LEN, Server, serving
 from tests.api.contract import COUNT_TOKENS, anthropic_client, posted
-from tests.api.fault_support import forward_of, held
+from tests.api.fault_support import forward_of, held, silent_for
 from tests.support.scripted_model import END_TOKEN, HYBRID, Script, install, make_thinking_checkpoint
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -190,9 +190,8 @@ async def test_a_call_that_was_cut_short_tells_its_arguments_so_far(thinker: Ser
     assert (call.input, cut.stop_reason) == ({"city": "Os"}, "max_tokens")
 
 
-async def test_a_silent_stream_is_kept_alive_by_pings(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.01)
-    with held(forward_of(server.llm), "hidden") as gate:
+async def test_a_silent_stream_is_kept_alive_by_pings(server: Server) -> None:
+    with silent_for(server, 0.01), held(forward_of(server.llm), "hidden") as gate:
         async with posted(server, {"max_tokens": 9, "messages": QUESTION, "stream": True}) as response:
             assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'
             gate.open()

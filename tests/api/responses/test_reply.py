@@ -123,9 +123,9 @@ async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(serve
     assert [each.sequence_number for each in seen] == list(range(len(seen)))
 
 
-async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.http.event_stream.KEEP_ALIVE_S", 0.01)
+async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream() -> None:
     async with serving() as server, aiohttp.ClientSession() as http:
+        server.api.pulse.interval_s = 0.01
         with hold_back(server.llm) as gate:
             async with http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True}) as response:
                 comment = (await response.content.readuntil(b"\n\n")).decode()

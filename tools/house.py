@@ -1,7 +1,7 @@
 """Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
-Exit with 1 beyond a limit, or where modules import each other in a circle, or a comment parts a file into
-sections; `--quiet` prints nothing but that. Only single files, classes and functions have
+Exit with 1 beyond a limit, or where modules import each other in a circle, an `__init__.py` is more than a door, or a
+comment parts a file into sections; `--quiet` prints nothing but that. Only single files, classes and functions have
 limits: the package as a whole may grow, and so may the road, whose files `write_road.py` compares with those that a
 chat runs.
 """
@@ -25,6 +25,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
 SHORT_FILE_LINES = 40
 NUM_SHOWN = 10
 OTHERS = ("tests", "benchmarks", "tools", "examples")
+LAZY_NAMES = "__getattr__"  # of a door that loads what it names on first use
 PARTITION = re.compile(r"^\s*# ---", re.MULTILINE)
 
 
@@ -85,10 +86,13 @@ def find_circle(files: list[Path]) -> list[str]:
     return []
 
 
-def find_parted(files: list[Path]) -> list[str]:
-    """Faults: comments that part a file into sections."""
+def find_misshapen(files: list[Path]) -> list[str]:
+    """Faults: an `__init__.py` that defines something, and comments that part a file into sections."""
+    doors = [path for path in files if path.name == "__init__.py" and path.is_relative_to(PACKAGE)]
+    rooms = {path for path in doors for _, entry in definitions(path) if entry.name.split()[-1] != LAZY_NAMES}
+    faults = [f"{path.relative_to(ROOT)} defines something: move it into a file, and import it" for path in rooms]
     parted = [path for path in files if PARTITION.search(path.read_text())]
-    return [f"{path.relative_to(ROOT)} has sections: make files of them" for path in parted]
+    return faults + [f"{path.relative_to(ROOT)} has sections: make files of them" for path in parted]
 
 
 def show(title: str, entries: list[Entry]) -> None:
@@ -136,7 +140,7 @@ def inspect() -> list[str]:
     beyond = [(entry, limit) for entries, limit in longest for entry in entries if entry.lines > limit]
     faults = [f"{entry.lines:,} lines of {entry.name}, {limit:,} at most" for entry, limit in beyond]
     faults += find_circle(files)
-    faults += find_parted([*files, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
+    faults += find_misshapen([*files, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
     faults += [f"ARCHITECTURE.md names {path.relative_to(ROOT)}, which does not exist" for path in missing]
     faults += [] if road else ["ARCHITECTURE.md names no file of the token's road"]
     return faults

@@ -163,6 +163,14 @@ def test_a_sentence_piece_tokenizer_is_the_one_that_was_written(tmp_path: Path, 
     assert_alike(sentence_piece_file(tmp_path, add_space_prefix=adds_space), sentence_piece(adds_space))
 
 
+def test_a_token_so_long_that_its_merges_would_take_for_ever_is_refused(tmp_path: Path) -> None:
+    pieces = [*PIECES, "th" * 600]
+    backend = BackendTokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    write = partial(add_sentence_piece_tokenizer, backend=backend, scores=[0.0] * len(pieces))
+    with pytest.raises(CheckpointError, match=r"its token 'thth.*\.\.\. has 1200 characters, and 1024 are the most"):
+        written_for("llama", tmp_path / "model.gguf", write, {"bos": 1, "eos": 2, "unk": 0})
+
+
 # Tokens by llama.cpp's own tokenizer from the same file.
 WITH_SPACE = {
     "the": "▁the",

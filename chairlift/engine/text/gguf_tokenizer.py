@@ -26,6 +26,7 @@ _GEMMA = "gemma"  # how the names of its architectures begin
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SENTENCE_PIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # those of a file that names none
+_LONGEST_PIECE = 1024  # characters of a token without merges; real ones have fewer than a hundred
 _MARK = "▁"  # a space in SentencePiece's tokens
 
 
@@ -110,15 +111,26 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     if is_gemma:  # the file has runs of spaces as they are
         tokens = [_MARK * len(token) if token.strip(" ") == "" else token for token in tokens]
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_of(given) or _converter().generate_merges(
-        vocab, dict(zip(tokens, _ranks(given, is_gemma), strict=True))
-    )
+    merges = _merges_of(given) or _make_merges(vocab, tokens, _ranks(given, is_gemma))
     backend: Any = BackendTokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces, has_first = normalizers.Replace(" ", _MARK), given.get("add_space_prefix", not is_gemma)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if has_first else spaces
     parts = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_first else parts)
     return backend  # type: ignore[no-any-return]
+
+
+def _make_merges(
+    vocab: dict[str, int], tokens: Sequence[str], ranks: Sequence[tuple[float, int]]
+) -> list[tuple[str, str]]:
+    """Tries each token in two parts, which takes the square of its length. CheckpointError for one that is too long."""
+    longest = max(tokens, key=len, default="")
+    if len(longest) > _LONGEST_PIECE:
+        raise CheckpointError(
+            f"its token {shown(longest)} has {len(longest)} characters, and {_LONGEST_PIECE} are the most"
+        )
+    merges: list[tuple[str, str]] = _converter().generate_merges(vocab, dict(zip(tokens, ranks, strict=True)))
+    return merges
 
 
 def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[tuple[float, int]]:

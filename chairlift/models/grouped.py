@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
+GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _QUANTIZED_GROUP = 32
 _SHARES_OF_RANGE = (1.0, 0.94, 0.88)

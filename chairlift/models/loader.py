@@ -23,7 +23,7 @@ from chairlift.models.blocks import EMBEDDING, Weight
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GroupedWeight, stack_rows
+from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows
 from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
 
 if TYPE_CHECKING:
@@ -182,11 +182,12 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
 
 
 def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> dict[str, list[GroupFormat]]:
-    """Formats of the parts, by parameter: of the products' matrices stored throughout in groups of one size."""
+    """Finds the formats of the parts, by parameter, of products whose matrices are all in groups for the kernels."""
     found = {}
     for name, stored in parts.items():
         formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
-        is_whole = len(formats) == len(stored) and len({each.group_size for each in formats}) == 1
+        sizes = {each.group_size for each in formats}
+        is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
         if is_whole and model.is_product(name):
             found[name] = formats
     return found
@@ -203,8 +204,8 @@ def _log_widened(
     if widened:
         logger.info(
             "%s become %s: an embedding is not multiplied, and what is stacked for a product must have groups of one"
-            " size",
-            *(_listed(widened), dtype),
+            " size, a multiple of %d",
+            *(_listed(widened), dtype, GROUP_ALIGNMENT),
         )
 
 

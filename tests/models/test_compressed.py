@@ -141,3 +141,15 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, torch
     write(tmp_path, "awq")
     edit(tmp_path, change)
     assert said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("num_groups", [16, 32])
+def test_groups_that_kernels_do_not_multiply_become_numbers(tmp_path: Path, num_groups: int) -> None:
+    """Scales say how large groups are, whatever the config says."""
+    write(tmp_path, "pack-quantized (8, 32, True)")
+    matrix = quantized(1, torch.Size([128, 256]), 8, 256 // num_groups, True)
+    edit(tmp_path, pack_quantized(DOWN, matrix, 8, True))
+    loaded = load(tmp_path, keeps_groups=True)
+    assert linear(loaded, "0.mlp.gate_up_proj").grouped is not None
+    assert linear(loaded, "0.mlp.down_proj").grouped is None
+    assert torch.equal(linear(loaded, "0.mlp.down_proj").weight, matrix.exact)

@@ -142,7 +142,8 @@ def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog
     assert linear(loaded, "1.self_attn.qkv_proj").grouped is not None
     assert (
         "model.embed_tokens.weight, model.layers.0.self_attn.qkv_proj.weight become float32: an embedding is not"
-        " multiplied, and what is stacked for a product must have groups of one size"
+        " multiplied, and what is stacked for a product must have groups of one size, a multiple of"
+        " 32"
     ) in caplog.messages
 
 

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight
 from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeConfig
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
-GROUP_ALIGNMENT = 32  # of rows that the kernels quantize: groups of weights are a whole number of these
 _PANELS_AT_ONCE = 64
 _ZERO_OF_4_BITS = 8  # the value that represents 0 in a matrix without offsets
 _OFFSET_OF_BYTE = -240.0  # units of an offset per step of its byte

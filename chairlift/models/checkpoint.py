@@ -16,7 +16,7 @@ from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
-from chairlift.models.families import FAMILIES, describe_family
+from chairlift.models.families import ARCHITECTURES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
@@ -75,7 +75,8 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
     weights = SafetensorsWeights(_weight_files(path)) if has_weights else None
     with _naming(config):
         if weights is not None:
-            refuse_absent_layers(raw, weights.tensors)
+            text = raw.get("text_config")
+            refuse_absent_layers(text if isinstance(text, dict) else raw, weights.tensors)
         described = _describe(raw, weights)
         if weights is not None and isinstance(described, ModelConfig):
             described = replace(described, names=described.names.found_in(weights.tensors))
@@ -109,7 +110,7 @@ def _describe(raw: dict[str, Any], weights: SafetensorsWeights | None = None) ->
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError("it names no architecture")
-    known = [name for name in FAMILIES if name in architectures]
+    known = [name for name in ARCHITECTURES if name in architectures]
     if known:
         return describe_family(known[0], raw)
     from chairlift.models.recording import describe_decoder

@@ -102,7 +102,8 @@ class Decoder(nn.Module):
 
     def look_up(self, positions: torch.Tensor, attend: Attend, recur: Recur | None = None) -> Pass:
         """Gathers what layers need of tokens at these positions, int64 `[T]`. Recurrent layers need `recur`."""
-        return Pass({key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}, attend, recur)
+        ropes = {key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}
+        return Pass(ropes, positions, attend, recur)
 
     def enter(self, input_ids: torch.Tensor) -> Residual:
         """Embeds the tokens, int64 `[T]`."""

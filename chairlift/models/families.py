@@ -5,7 +5,7 @@ more entry.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -21,13 +21,15 @@ from chairlift.models.blocks import (
     DenseMLPBlock,
     Norms,
     QKNorm,
+    QueryGrowth,
     TensorNames,
 )
 from chairlift.models.claims import MAX_HEAD_DIM
 from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
 from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
-from chairlift.models.rope import read_rope
+from chairlift.models.rope import check_rope_numbers, read_rope
 from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
+from chairlift.models.towers import NOT_TEXT, TOWERS, find_text_model, without_sections
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -82,10 +84,12 @@ _GEMMA = {
     "embedding_scale": lambda config: config.hidden_size**0.5,
     "logits_softcap": attrgetter("final_logit_softcapping"),
 }
-_NOT_TEXT = ("model.visual.", "visual.", "mtp.")  # images, and layers that guess further tokens
 FAMILIES = {
     "LlamaForCausalLM": Family("LlamaConfig", _ATTENTION_BIAS, _MLP_BIAS),
     "MistralForCausalLM": Family("MistralConfig", has_windows=True),
+    "Ministral3ForCausalLM": Family(
+        "Ministral3Config", {"growth": lambda config: _read_growth(config.rope_parameters)}, has_windows=True
+    ),
     "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
     "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
     "SmolLM3ForCausalLM": Family(
@@ -122,9 +126,9 @@ FAMILIES = {
         {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD, "has_output_gate": True},
         model={"has_offset_norms": True},
         is_partly_rotated=True,
-        ropes=lambda config: [_without_sections(config.rope_parameters)] * config.num_hidden_layers,
+        ropes=lambda config: [without_sections(config.rope_parameters)] * config.num_hidden_layers,
         mixers={"linear_attention": read_gated_delta_net},
-        names=TensorNames(skipped=_NOT_TEXT),
+        names=TensorNames(skipped=NOT_TEXT),
     ),
     "Lfm2ForCausalLM": Family(
         "Lfm2Config",
@@ -160,6 +164,9 @@ FAMILIES = {
 }
 """By architecture, as `config.json` names it."""
 
+ARCHITECTURES = (*FAMILIES, *TOWERS)
+"""All that are described: families, and models whose text part is of one."""
+
 
 def preload() -> None:
     """Imports the nine hundred modules that transformers imports when the first config of any family is made."""
@@ -167,7 +174,14 @@ def preload() -> None:
 
 
 def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
-    """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
+    """From the config.json of an architecture in `ARCHITECTURES`.
+
+    CheckpointError if it asks for what is not supported.
+    """
+    if architecture in TOWERS:
+        text = find_text_model(architecture, raw)
+        described = describe_family(text.architecture, text.raw)
+        return replace(described, architecture=architecture, names=replace(described.names, skipped=NOT_TEXT))
     family = FAMILIES[architecture]
     refuse_unreadable(raw)
     config: Any = getattr(transformers, family.config).from_dict(raw)
@@ -220,9 +234,14 @@ def _resolve(differences: Differences, config: Any) -> dict[str, Any]:
     return {name: value(config) if callable(value) else value for name, value in differences.items()}
 
 
-def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out how a token's place in an image is divided among the pairs: of text, all its places are the same."""
-    return {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+def _read_growth(rope: dict[str, Any]) -> QueryGrowth | None:
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if beta is None:
+        return None
+    check_rope_numbers({"factor": beta, "original_max_position_embeddings": length})
+    if length is None:
+        raise CheckpointError("llama_4_scaling_beta of its rope needs original_max_position_embeddings")
+    return QueryGrowth(beta, length)
 
 
 def _lfm2_inner_size(config: Any) -> int:

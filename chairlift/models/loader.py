@@ -55,6 +55,7 @@ def load_model(
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
     logger.info("%s", model.config.describe())
     parts = _match(model, reader)
+    _log_skipped(model.config, reader)
     formats = _formats_of(model, reader, parts)
     if grouped := _size_in_groups(model, formats):
         fate = "stay so" if keeps_groups else f"become {dtype}: only the cpu backend multiplies them"
@@ -191,6 +192,11 @@ def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]
         if is_whole and model.is_product(name):
             found[name] = formats
     return found
+
+
+def _log_skipped(config: ModelConfig, reader: WeightReader) -> None:
+    if skipped := sorted(name for name in reader.tensors if config.names.is_skipped(name)):
+        logger.info("%d tensors are left out, since only text is read and written: %s", len(skipped), _listed(skipped))
 
 
 def _log_widened(

@@ -91,7 +91,7 @@ def recurrence(kind: str) -> Recurrence:
         steps.append(step)
         return prepare_without_states([None, block.state()])(1, inputs, step)
 
-    module(torch.ones(1, HIDDEN), Pass({}, lambda *_: torch.empty(0), catch))
+    module(torch.ones(1, HIDDEN), Pass({}, torch.zeros(1, dtype=torch.int64), lambda *_: torch.empty(0), catch))
     params = block.state()
     assert params is not None
     inputs = torch.randn(NUM_SLOTS, LENGTH, params.num_inputs, generator=generator)

@@ -1,6 +1,6 @@
 """The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself."""
 
-from chairlift.models.blocks.attention import AttentionBlock, QKNorm, SelfAttention
+from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention
 from chairlift.models.blocks.block import (
     Arrange,
     Block,
@@ -40,6 +40,7 @@ __all__ = [
     "Part",
     "Pass",
     "QKNorm",
+    "QueryGrowth",
     "Residual",
     "Rotation",
     "SelfAttention",

@@ -25,6 +25,18 @@ class QKNorm(StrEnum):
     ALL_HEADS = "all heads"
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Multiplies rotated queries by `1 + rate log(1 + floor(position / length))`, so that long contexts stay sharp."""
+
+    rate: float
+    length: int
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 `[T]` -> float32 `[T]`"""
+        return 1 + self.rate * torch.log1p(torch.div(positions, self.length, rounding_mode="floor").float())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
     """A `Block`: the attention of one layer."""
@@ -43,12 +55,13 @@ class AttentionBlock:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_output_gate: bool = False  # q_proj gives, head by head, the query and a gate of what the head attends to
+    growth: QueryGrowth | None = None  # None: queries are as they are
     is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no output gates."""
-        return None if self.has_output_gate else "attention"
+        """Names its structure in native code, which has no output gates, and no queries that grow."""
+        return None if self.has_output_gate or self.growth is not None else "attention"
 
     @property
     def table(self) -> RopeTable | None:
@@ -135,6 +148,8 @@ class SelfAttention(BlockModule):
             cosines, sines = now.ropes[self._table]
             rotated = apply_rope(rotated, cosines, sines)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        if self.block.growth is not None:
+            query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
         attended = now.attend(self.layer_idx, query, key, value)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)

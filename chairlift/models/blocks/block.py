@@ -94,6 +94,7 @@ class Pass:
     """Carries what blocks need of the pass beside their input."""
 
     ropes: Mapping[RopeTable, torch.Tensor]  # [2, T, 1, rotated] each: cosines and sines of the tokens
+    positions: torch.Tensor  # int64 [T]
     attend: Attend
     recur: Recur | None = None  # None: no block of the model has a state
 

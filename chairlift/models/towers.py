@@ -1,0 +1,62 @@
+"""Finds the text model in the config of a model that reads images or hears as well.
+
+Its text part is a decoder of a family. Of text alone, a token's places in an image (mRoPE) are all its position, so
+that rope is the plain one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from chairlift.errors import CheckpointError, shown
+
+TOWERS = {  # by architecture: transformers' class of the config
+    "Gemma3ForConditionalGeneration": "Gemma3Config",
+    "Mistral3ForConditionalGeneration": "Mistral3Config",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
+    "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
+}
+_TEXT_MODELS = {  # by model type of the text part: the architecture of the same decoder by itself
+    "gemma3_text": "Gemma3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+NOT_TEXT = tuple(
+    f"{prefix}{part}"
+    for prefix in ("", "model.")
+    for part in ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mtp.")
+)
+"""Beginnings of the tensors that text does without: what reads images, and layers that guess further tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The text part of a config: the architecture of its decoder, and that decoder's own config."""
+
+    architecture: str
+    raw: dict[str, Any]
+
+
+def find_text_model(architecture: str, raw: dict[str, Any]) -> TextModel:
+    """From the config.json of an architecture in `TOWERS`. CheckpointError if its text part is of another kind."""
+    config: Any = getattr(transformers, TOWERS[architecture]).from_dict(raw)
+    text = config.get_text_config()
+    if text.model_type not in _TEXT_MODELS:
+        raise CheckpointError(
+            f"a text model of type {shown(text.model_type)} is not supported, only {', '.join(sorted(_TEXT_MODELS))}"
+        )
+    described: dict[str, Any] = text.to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
+    described["rope_parameters"] = without_sections(described["rope_parameters"])
+    described["dtype"] = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    return TextModel(_TEXT_MODELS[text.model_type], described)
+
+
+def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out how the pairs of a head are divided among the places of a token in an image."""
+    return {name: value for name, value in rope.items() if name not in _OF_IMAGES}

@@ -63,11 +63,17 @@ class Residual(NamedTuple):
     delta: torch.Tensor  # of the last block
 
 
-class PackedSublayer(NamedTuple):
-    """Holds what the native code is given of a block and the norms around it: its fields, and their addresses."""
+class PackedBlock(NamedTuple):
+    """Holds the fields of a block's structure in the native code."""
 
     kind: str | None  # see `Block.native`
     fields: dict[str, object]
+
+
+class PackedSublayer(NamedTuple):
+    """Holds what the native code is given of blocks of one role and the norms around them, of these the addresses."""
+
+    blocks: list[PackedBlock]
     pre_norm: int | None
     post_norm: int | None
 
@@ -125,11 +131,14 @@ class DecoderLayer(nn.Module):
         return Residual(x, delta)
 
     def pack(self, packer: Packer) -> list[PackedSublayer]:
-        """Takes the weights out, block by block."""
+        """Takes the weights out, role by role."""
         return [
-            PackedSublayer(block.native, module.pack(packer), packer.norm(each.pre), packer.norm(each.post))
+            PackedSublayer(
+                [PackedBlock(block.native, module.pack(packer)) for block, module in each.blocks],
+                packer.norm(each.pre),
+                packer.norm(each.post),
+            )
             for each in self._blocks
-            for block, module in each.blocks
         ]
 
     def _leave(self, norm: RMSNorm | None, delta: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,9 @@ def _find_block_obstacle(layers: Sequence[Layer]) -> str | None:
     foreign = sorted({block.name for layer in layers for block in layer if block.native is None})
     if foreign:
         return f"it has no code for blocks like {', '.join(foreign)}"
-    roles = ([block.role for block in layer] for layer in layers)
-    if any(first == second for each in roles for first, second in pairwise(each)):
-        return "it has no code for blocks that stand side by side in a layer"
+    pairs = (pair for layer in layers for pair in pairwise((block.role, block.native) for block in layer))
+    if any(first == second for first, second in pairs):
+        return "it has no code for two blocks of a kind side by side"
     return None
 
 

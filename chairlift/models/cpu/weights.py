@@ -90,10 +90,13 @@ class NativeWeights:
         return place
 
     def _sublayer(self, packed: PackedSublayer) -> Sublayer:
-        assert packed.kind is not None, "see find_obstacle"
-        block = BLOCKS[packed.kind](**packed.fields)
-        self._kept.append(block)
-        return Sublayer(pre_norm=packed.pre_norm, post_norm=packed.post_norm, **{packed.kind: ctypes.pointer(block)})
+        sublayer = Sublayer(pre_norm=packed.pre_norm, post_norm=packed.post_norm)
+        for kind, fields in packed.blocks:
+            assert kind is not None, "see find_obstacle"
+            block = BLOCKS[kind](**fields)
+            self._kept.append(block)
+            setattr(sublayer, kind, ctypes.pointer(block))
+        return sublayer
 
     def _matrix(
         self, linear: Linear, arrange: Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0

@@ -92,6 +92,27 @@ def test_layers_that_differ_compute_what_torch_does(seed: int, isa: str) -> None
     assert float((ours - expected).abs().amax() / expected.abs().amax()) < 1e-4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPBesideAttention(DenseMLPBlock):
+    """Reads what the attention of its layer reads."""
+
+    role: ClassVar[str] = "attention"
+
+
+@pytest.mark.parametrize("norms", list(Norms))
+def test_blocks_side_by_side_compute_what_torch_does(norms: Norms, isa: str) -> None:
+    rng, beside = random.Random(3), MLPBesideAttention(intermediate_size=70, has_bias=True)
+    layers = (
+        (random_attention(rng), beside),
+        (beside, random_attention(rng)),
+        (random_attention(rng), random_mlp(rng)),
+    )
+    model = make_model(replace(BASE, layers=layers, norms=norms, residual_scale=0.5))
+    expected = logits_of(support.torch_bench(model))
+    ours = logits_of(cpu_bench(model, FLOAT32, isa))
+    assert float((ours - expected).abs().amax() / expected.abs().amax()) < 1e-4
+
+
 LAYERED = SHAPES["layers that differ"]
 DIVISIONS = [
     tuple(end - start for start, end in itertools.pairwise((0, *cuts, 4)))
@@ -170,3 +191,9 @@ def test_blocks_that_native_code_lacks_are_named() -> None:
     with pytest.raises(ValueError, match=reason):
         CpuDecoder(make_model(config), SLOT_LEN)
     assert find_obstacle(AttentionBackend.CPU, config, DType.FLOAT32, "cpu") == reason
+
+
+def test_two_blocks_of_a_kind_side_by_side_are_refused() -> None:
+    config = replace(BASE, layers=((DenseMLPBlock(intermediate_size=64), *BASE.layers[0][1:]), *BASE.layers))
+    with pytest.raises(ValueError, match="it has no code for two blocks of a kind side by side"):
+        CpuDecoder(make_model(config), SLOT_LEN)

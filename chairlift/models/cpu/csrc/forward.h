@@ -1,5 +1,9 @@
 // A piece of a decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by
 // operator. All sublayers and both ends are a piece, too.
+//
+// The code of a kind of block (blocks/) is constructed once per piece, with memory for the largest of its blocks, and
+// has STAGES; `prepare`, if there is anything to do before the threads start; `reads`, which tells in which formats its
+// products read the stream; `begin`, its work on a token while the stream's rows are made; and `run`.
 #pragma once
 
 #include "blocks/attention.h"
@@ -52,11 +56,11 @@ template <class T, class W> struct Forward {
     }
 
     bool has_post_norms() const {
-        return sublayers.most([](const Sublayer& each) { return each.post_norm != nullptr; });
+        return sublayers.any([](const Sublayer& each) { return each.post_norm != nullptr; });
     }
 
     bool has_plain() const {
-        return sublayers.most([](const Sublayer& each) { return reads(each, true); });
+        return sublayers.any([](const Sublayer& each) { return reads(each, true); });
     }
 
     // Whether products of it read rows that are not quantized although others are, or those others.
@@ -67,7 +71,6 @@ template <class T, class W> struct Forward {
 
     void run_sublayer(Team& team, const Sublayer& sublayer, const float* after) const {
         const bool is_rounded_read = reads(sublayer, false), is_plain_read = reads(sublayer, true);
-        const bool is_normed = sublayer.post_norm != nullptr;
         team.share_rows(stream.num_tokens, [&](int64_t t) {
             if (after) stream.add_normalized(t, after);
             stream.enter(t, sublayer.pre_norm, is_rounded_read, is_plain_read);
@@ -75,7 +78,13 @@ template <class T, class W> struct Forward {
             if (sublayer.dense_mlp) dense_mlp.begin(*sublayer.dense_mlp, t);
         });
         team.wait();
-        if (sublayer.attention) attention.run(team, *sublayer.attention, is_normed);
-        if (sublayer.dense_mlp) dense_mlp.run(team, *sublayer.dense_mlp, is_normed);
+        Target target = stream.first_target(sublayer.post_norm != nullptr);
+        const auto run = [&](const auto& code, const auto* block) {
+            if (!block) return;
+            code.run(team, *block, target);
+            target.is_sum = true;  // of the blocks that follow side by side
+        };
+        run(attention, sublayer.attention);
+        run(dense_mlp, sublayer.dense_mlp);
     }
 };

@@ -47,7 +47,7 @@ struct DenseMlpBlock {
     int64_t is_gelu;  // the activation: GELU (by tanh), or else SiLU
 };
 
-// x + post_norm(block(pre_norm(x))). Of the blocks all but one are null.
+// x + post_norm(block(pre_norm(x))), or with the sum of several blocks side by side. The others are null.
 struct Sublayer {
     const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
     const AttentionBlock* attention;
@@ -102,11 +102,17 @@ struct Sublayers {
     const Sublayer* begin() const { return first; }
     const Sublayer* end() const { return last; }
 
-    // The largest number that `count` finds in one of them; 0 if there are none.
-    template <class Count> int64_t most(Count count) const {
+    // The largest number that `count` finds in their blocks of a kind, such as &Sublayer::attention; 0: there are none.
+    template <class Block, class Count> int64_t most(const Block* Sublayer::*kind, Count count) const {
         int64_t most = 0;
         for (const Sublayer& each : *this)
-            if (count(each) > most) most = count(each);
+            if (each.*kind && count(*(each.*kind)) > most) most = count(*(each.*kind));
         return most;
+    }
+
+    template <class Test> bool any(Test test) const {
+        for (const Sublayer& each : *this)
+            if (test(each)) return true;
+        return false;
     }
 };

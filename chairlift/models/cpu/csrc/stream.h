@@ -39,13 +39,20 @@ template <class T, class W> struct InnerRows {
     }
 };
 
+// Where the last product of a block goes.
+struct Target {
+    float* to;  // [T][hidden, padded]
+    bool is_sum;  // it is added to what is there, or else written
+    float scale;  // of what is added
+};
+
 template <class T, class W> struct Stream {
     const Model& model;
     const Batch& batch;
     const int64_t num_tokens;
     const int64_t stride;
     float* x;      // [T][stride]
-    float* added;  // output of a block, if a norm follows it: likewise
+    float* added;  // output of a sublayer's blocks, if a norm follows it: likewise
     Rows<W> normed;
     Rows<T> plain;  // if W is Group: the same rows for plain matrices, if there are any
     Token* tokens;
@@ -91,8 +98,14 @@ template <class T, class W> struct Stream {
         multiply_all(team, matrix, normed, plain, unit_panels, use);
     }
 
-    // The last product of a block: added to the stream, or left in `added` if a norm follows.
-    void leave(Team& team, const Matrix& matrix, const InnerRows<T, W>& rows, int64_t width, bool is_normed) const {
+    // Where a sublayer's first block leaves its product: in `added`, if a norm follows.
+    Target first_target(bool is_normed) const {
+        return is_normed ? Target{added, false, 1.0f} : Target{x, true, float(model.residual_scale)};
+    }
+
+    // The last product of a block.
+    void leave(Team& team, const Matrix& matrix, const InnerRows<T, W>& rows, int64_t width,
+               const Target& target) const {
         if (Rows<W>::IS_QUANTIZED && !is_plain<W>(matrix)) {
             team.share_rows(num_tokens, [&](int64_t t) {
                 convert_row(rows.written.values + t * rows.written.stride, width, rows.multiplied, t);
@@ -100,13 +113,13 @@ template <class T, class W> struct Stream {
             team.wait();
         }
         const auto add = [&](int64_t column, int64_t row, int count, const float* c, int tile_stride, int tile_width) {
-            add_product(column, row, count, c, tile_stride, tile_width, is_normed);
+            add_product(column, row, count, c, tile_stride, tile_width, target);
         };
         multiply_all(team, matrix, rows.multiplied, rows.written, UNIT_PANELS, add);
         team.wait();
     }
 
-    // Adds what `leave` left, after its norm.
+    // Adds what blocks left in `added`, after its norm.
     void add_normalized(int64_t t, const float* weight) const {
         const float* from = added + t * stride;
         const float scale = inverse_rms(from, model.hidden, float(model.eps)) * float(model.residual_scale);
@@ -140,16 +153,14 @@ template <class T, class W> struct Stream {
     }
 
     void add_product(int64_t column, int64_t row, int count, const float* c, int tile_stride, int width,
-                     bool is_normed) const {
-        const int64_t start = row * stride + column;
-        if (is_normed) {
-            for (int r = 0; r < count; r++)
-                std::memcpy(added + start + r * stride, c + r * tile_stride, width * sizeof(float));
-            return;
+                     const Target& target) const {
+        float* to = target.to + row * stride + column;
+        for (int r = 0; r < count; r++, c += tile_stride, to += stride) {
+            if (!target.is_sum) {
+                std::memcpy(to, c, width * sizeof(float));
+                continue;
+            }
+            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * target.scale);
         }
-        const float scale = float(model.residual_scale);
-        float* to = x + start;
-        for (int r = 0; r < count; r++, c += tile_stride, to += stride)
-            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
     }
 };

@@ -11,24 +11,11 @@ template <class T> struct AttentionMemory {
     std::atomic<int32_t>* shares_done;  // [split]; all 0 between two blocks
 
     AttentionMemory(const Sublayers& sublayers, const Batch& batch, int num_threads, Arena& arena)
-        : most_heads(sublayers.most([](const Sublayer& each) { return each.attention ? heads_of(each) : 0; })),
-          most_head_dim(sublayers.most([](const Sublayer& each) { return each.attention ? each.attention->head_dim : 0; })) {
-        const auto is_first = [&](const Sublayer& each) { return is_first_of_shape(each, sublayers); };
-        int64_t num_shapes = 0, state_floats = 0;
-        for (const Sublayer& each : sublayers) num_shapes += is_first(each);
-        lists = arena.allocate<TaskList>(num_shapes);
-        for (const Sublayer& each : sublayers) {
-            if (!is_first(each)) continue;
-            const TaskList list(*each.attention, batch, num_threads, arena);
-            const int64_t floats = list.num_states * SoftmaxState::floats(LANES, list.block->head_dim);
-            if (floats > state_floats) state_floats = floats;
-            if (list.num_splits > num_splits) num_splits = list.num_splits;
-            if (arena.base) lists[num_lists] = list;
-            num_lists++;
-        }
-        queries = arena.allocate<T>(batch.num_tokens * sublayers.most([](const Sublayer& each) {
-            return each.attention ? each.attention->num_heads * each.attention->head_dim : 0;
-        }));
+        : most_heads(sublayers.most(&Sublayer::attention, heads_of)),
+          most_head_dim(sublayers.most(&Sublayer::attention, head_dim_of)) {
+        const int64_t state_floats = plan_tasks(sublayers, batch, num_threads, arena);
+        const auto width_of = [](const AttentionBlock& block) { return block.num_heads * block.head_dim; };
+        queries = arena.allocate<T>(batch.num_tokens * sublayers.most(&Sublayer::attention, width_of));
         states = arena.allocate<float>(state_floats);
         shares_done = arena.allocate<std::atomic<int32_t>>(num_splits);
         scratch_bytes = allocate_scratch(nullptr);
@@ -41,8 +28,10 @@ template <class T> struct AttentionMemory {
 
     const TaskList& list_of(const AttentionBlock& block) const {
         const TaskList* list = lists;
-        while (!have_equal_heads(*list->block, block)) list++;
-        CHECK(list < lists + num_lists);
+        while (!have_equal_heads(*list->block, block)) {
+            list++;
+            CHECK(list < lists + num_lists);
+        }
         return *list;
     }
 
@@ -54,21 +43,39 @@ template <class T> struct AttentionMemory {
 
   private:
     int64_t most_heads, most_head_dim;  // key/value heads of a task
-    TaskList* lists;                    // for each shape of heads
+    TaskList* lists;                    // one for each shape of heads
     int64_t num_lists = 0, num_splits = 0;
     char* scratch;  // per thread
     int64_t scratch_bytes;
 
-    static int64_t heads_of(const Sublayer& sublayer) {
-        const int64_t heads = sublayer.attention->num_kv_heads;
-        return heads < MOST_HEADS ? heads : MOST_HEADS;
+    static int64_t head_dim_of(const AttentionBlock& block) { return block.head_dim; }
+
+    static int64_t heads_of(const AttentionBlock& block) {
+        return block.num_kv_heads < MOST_HEADS ? block.num_kv_heads : MOST_HEADS;
+    }
+
+    // Returns how many floats the states of any of the lists are.
+    int64_t plan_tasks(const Sublayers& sublayers, const Batch& batch, int num_threads, Arena& arena) {
+        int64_t num_shapes = 0, most_floats = 0;
+        for (const Sublayer& each : sublayers) num_shapes += is_first_of_shape(each, sublayers);
+        lists = arena.allocate<TaskList>(num_shapes);
+        for (const Sublayer& each : sublayers) {
+            if (!is_first_of_shape(each, sublayers)) continue;
+            const TaskList list(*each.attention, batch, num_threads, arena);
+            const int64_t floats = list.num_states * SoftmaxState::floats(LANES, each.attention->head_dim);
+            if (floats > most_floats) most_floats = floats;
+            if (list.num_splits > num_splits) num_splits = list.num_splits;
+            if (arena.base) lists[num_lists] = list;
+            num_lists++;
+        }
+        return most_floats;
     }
 
     // Looks at the nearest first, which mostly is of the same shape.
     static bool is_first_of_shape(const Sublayer& sublayer, const Sublayers& sublayers) {
         if (!sublayer.attention) return false;
-        for (const Sublayer* each = &sublayer; each-- > sublayers.begin();)
-            if (each->attention && have_equal_heads(*each->attention, *sublayer.attention)) return false;
+        for (const Sublayer* each = &sublayer; each > sublayers.begin();)
+            if ((--each)->attention && have_equal_heads(*each->attention, *sublayer.attention)) return false;
         return true;
     }
 

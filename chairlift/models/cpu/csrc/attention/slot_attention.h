@@ -73,14 +73,15 @@ template <class T> struct SlotAttention {
     }
 
     KvView<T> view_of(const Task& task, int64_t slot) const {
-        const T* keys = static_cast<const T*>(group.blocks) + block.plane * group.plane_stride + slot * group.slot_stride +
-                        task.head * block.head_dim;
+        const int64_t start = slot * group.slot_stride + block.plane * group.plane_stride;
+        const T* keys = static_cast<const T*>(group.blocks) + start + task.head * block.head_dim;
         return {keys, keys + group.value_offset, group.token_stride, task.num_heads, int(block.head_dim)};
     }
 
     SoftmaxState state(const Task& task, int64_t chunk, int64_t head) const {
         const int64_t index = task.first_state + chunk * task.num_heads + head;
-        return SoftmaxState::at(memory.states + index * SoftmaxState::floats(LANES, block.head_dim), LANES);
+        const int64_t floats = SoftmaxState::floats(LANES, block.head_dim);
+        return SoftmaxState::at(memory.states + index * floats, LANES);
     }
 
     // The thread that finishes a split's last share merges all chunks. False for other threads.

@@ -16,11 +16,11 @@ template <class T, class W> struct Attention {
     // With memory for each such block of a piece.
     Attention(const Stream<T, W>& s, const Sublayers& sublayers, int num_threads, Arena& arena)
         : stream(s), memory(sublayers, s.batch, num_threads, arena),
-          attended(arena, s.num_tokens,
-                   sublayers.most([](const Sublayer& each) { return each.attention ? width_of(*each.attention) : 0; })),
-          heads(arena.allocate<float>(s.num_tokens * sublayers.most([](const Sublayer& each) {
-              return each.attention && each.attention->are_heads_normed_as_one ? each.attention->qkv.columns : 0;
-          }))) {}
+          attended(arena, s.num_tokens, sublayers.most(&Sublayer::attention, width_of)),
+          heads(arena.allocate<float>(s.num_tokens *
+                                      sublayers.most(&Sublayer::attention, [](const AttentionBlock& block) {
+                                          return block.are_heads_normed_as_one ? block.qkv.columns : 0;
+                                      }))) {}
 
     // Called before the threads start.
     void prepare() const { memory.prepare(); }
@@ -30,14 +30,14 @@ template <class T, class W> struct Attention {
     // Called in the stage before `run`.
     void begin(const AttentionBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
 
-    void run(Team& team, const AttentionBlock& block, bool is_normed) const {
+    void run(Team& team, const AttentionBlock& block, const Target& target) const {
         const InnerRows<T, W> rows = rows_of(block);
         project_heads(team, block);
         const SlotAttention<T> attention(block, stream.batch, memory, rows.written);
         const AttentionScratch<T> own = memory.scratch_of(team.rank);
         team.share(attention.list.count, [&](int64_t i) { attention.attend(attention.list.tasks[i], own); });
         team.wait();
-        stream.leave(team, block.out, rows, width_of(block), is_normed);
+        stream.leave(team, block.out, rows, width_of(block), target);
     }
 
   private:

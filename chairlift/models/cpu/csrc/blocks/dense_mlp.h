@@ -12,16 +12,14 @@ template <class T, class W> struct DenseMlp {
 
     // With memory for each such block of a piece.
     DenseMlp(const Stream<T, W>& s, const Sublayers& sublayers, Arena& arena)
-        : stream(s), gated(arena, s.num_tokens, sublayers.most([](const Sublayer& each) {
-              return each.dense_mlp ? each.dense_mlp->intermediate : 0;
-          })) {}
+        : stream(s), gated(arena, s.num_tokens, sublayers.most(&Sublayer::dense_mlp, width_of)) {}
 
     static bool reads(const DenseMlpBlock& block, bool plain) { return is_plain<W>(block.gate_up) == plain; }
 
     // Called in the stage before `run`.
     void begin(const DenseMlpBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
 
-    void run(Team& team, const DenseMlpBlock& block, bool is_normed) const {
+    void run(Team& team, const DenseMlpBlock& block, const Target& target) const {
         const InnerRows<T, W> rows = rows_of(block);
         stream.multiply(
             team, block.gate_up, UNIT_PANELS,
@@ -33,7 +31,7 @@ template <class T, class W> struct DenseMlp {
                     gate<false>(c, stride, count, width, to, rows.written.stride);
             });
         team.wait();
-        stream.leave(team, block.down, rows, width_of(block), is_normed);
+        stream.leave(team, block.down, rows, width_of(block), target);
     }
 
   private:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -200,15 +200,20 @@ class Conversation:
         return f"written to {path}"
 
 
-def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> int:
-    """Answers messages from the terminal until the user leaves. Returns the exit code."""
+def converse(
+    speaker: Speaker, system: str | None, runner: asyncio.Runner, read_line: Callable[[str], str] = input
+) -> int:
+    """Answers messages from the terminal until the user leaves. Returns the exit code.
+
+    `read_line`: shows a prompt and reads a line; EOFError at the end of the input.
+    """
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401 - gives `input` a history and an editor
     conversation = Conversation(system)
     if sys.stdin.isatty():
         _tell("/help lists the commands; ctrl-D leaves")
     try:
-        while (said := _read_message()) is not None and said != "/bye":
+        while (said := _read_message(read_line)) is not None and said != "/bye":
             if said.startswith("/"):
                 _tell(conversation.obey(said))
             elif said:
@@ -248,14 +253,14 @@ async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> 
     _write("\n")
 
 
-def _read_message() -> str | None:
+def _read_message(read_line: Callable[[str], str]) -> str | None:
     """A line, or the lines between triple quotes; None at the end of the input."""
     try:
-        message = input(_PROMPT if sys.stdin.isatty() else "")
+        message = read_line(_PROMPT if sys.stdin.isatty() else "")
         if message.lstrip().startswith(_QUOTES):
             message = message.lstrip().removeprefix(_QUOTES)
             while not message.rstrip().endswith(_QUOTES):
-                message += "\n" + input(_MORE if sys.stdin.isatty() else "")
+                message += "\n" + read_line(_MORE if sys.stdin.isatty() else "")
             return message.rstrip().removesuffix(_QUOTES).strip("\n")
         return message.strip()
     except (KeyboardInterrupt, EOFError) as error:

@@ -1,7 +1,7 @@
 """The command line: help, flags, errors; and `chairlift chat`."""
 
 import asyncio
-import builtins
+import io
 import json
 import signal
 import subprocess
@@ -273,7 +273,7 @@ class Echo:
         self.is_closed = True
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException], system: str | None = None) -> Echo:
+def talk(*lines: str | type[BaseException], system: str | None = None) -> Echo:
     """Types these lines, and ctrl-C where one is KeyboardInterrupt, until the input ends."""
     typed: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
 
@@ -283,27 +283,24 @@ def talk(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException], sys
             return line
         raise line
 
-    monkeypatch.setattr(builtins, "input", read)
     speaker = Echo()
     with asyncio.Runner() as runner:
-        assert converse(speaker, system, runner) == 0
+        assert converse(speaker, system, runner, read) == 0
     assert speaker.is_closed
     return speaker
 
 
-def test_answers_are_written_behind_their_thoughts_and_remembered(
-    monkeypatch: pytest.MonkeyPatch, capsys: Printed
-) -> None:
-    speaker = talk(monkeypatch, "a", "", "b", system="s")
+def test_answers_are_written_behind_their_thoughts_and_remembered(capsys: Printed) -> None:
+    speaker = talk("a", "", "b", system="s")
     assert capsys.readouterr().out == "Hm.\n\n[s][a]\nHm.\n\n[s][a][b]\n"
     said = [(message["role"], message["content"]) for message in speaker.asked[1]]
     assert said == [("system", "s"), ("user", "a"), ("assistant", "[s][a]"), ("user", "b")]
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_program(capsys: Printed) -> None:
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:
-        speaker = talk(monkeypatch, "stop", KeyboardInterrupt, "refuse", "b")
+        speaker = talk("stop", KeyboardInterrupt, "refuse", "b")
     finally:
         signal.signal(signal.SIGINT, usual)
     assert "(ended)" in capsys.readouterr().err
@@ -311,12 +308,10 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(monkeypatch: pytest.MonkeyPa
     assert contents == ["stop", "[stop]", "b"]  # what was said is kept, and what was refused was not said
 
 
-def test_commands_change_the_conversation_and_save_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: Printed, tmp_path: Path
-) -> None:
+def test_commands_change_the_conversation_and_save_it(capsys: Printed, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     lines = ("/system be brief", "a", "/system", "/clear", '"""one', "/two", 'three"""', f"/save {path}")
-    speaker = talk(monkeypatch, *lines, f"/save {tmp_path}", "/save", "/sing", "/help", "/bye", "never")
+    speaker = talk(*lines, f"/save {tmp_path}", "/save", "/sing", "/help", "/bye", "never")
     contents = [[message["content"] for message in asked] for asked in speaker.asked]
     assert contents == [["be brief", "a"], ["one\n/two\nthree"]]
     question, answer = ("user", "one\n/two\nthree"), ("assistant", "[one\n/two\nthree]")
@@ -329,8 +324,8 @@ def test_commands_change_the_conversation_and_save_it(
 
 
 def test_a_model_of_its_own_answers(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
-    typed = iter(["What is 17 + 25?", "a" * 3000, "/bye"])
-    monkeypatch.setattr(builtins, "input", lambda _: next(typed))
+    typed = f"What is 17 + 25?\n{'a' * 3000}\n/bye\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert main(["chat", "--dtype", "float32", "--max-seq-len", "256", "--num-threads", "1"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "17 + 25 = 42.\n"

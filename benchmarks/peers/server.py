@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,19 +36,24 @@ class ServerStanding:
     peak_bytes: int = 0
 
 
+MakeCommand = Callable[[Engine, Settings, int], list[str]]
+"""Makes the command that starts an engine's server with these settings on that port."""
+
+
 class Host:
     """An engine's server. It runs within `turn()` only, so that it does not disturb the others. Always `close` it.
 
-    `log` receives what it prints. Raises `UsageError` if the engine is of a kind that has no server here.
+    `log` receives what it prints, and `make_command` makes the command that starts it. Raises `UsageError` if the
+    engine is of a kind that has no server here.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, log: Path) -> None:
+    def __init__(self, engine: Engine, settings: Settings, log: Path, make_command: MakeCommand | None = None) -> None:
         if engine.kind not in SERVERS:
             raise UsageError(f"--peer {engine.kind}: its server is not known here; there are {', '.join(SERVERS)}")
         self.name = engine.name
         self.standing = ServerStanding(_options(engine))
         self._port = free_port()
-        self._command = server_command(engine, settings, self._port)
+        self._command = (make_command or server_command)(engine, settings, self._port)
         self._log = log
         self._worker = Worker([sys.executable, "-m", "peers.keeper"], engine.environment(settings), log)
 

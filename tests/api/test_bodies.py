@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chairlift.api import ServerConfig
-from chairlift.api.http import bodies
-from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
+from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody, cost_of
 from chairlift.api.openai.chat import ChatCompletionRequest
 from chairlift.api.openai.tokens import DetokenizeRequest
 from chairlift.api.wire.complaints import complaint_of
@@ -100,10 +99,7 @@ VALUES = st.recursive(TEXTS | st.floats(), lambda each: st.lists(each) | st.dict
 
 @given(value=VALUES, piece=st.sampled_from([1, 2, 3, 64]))
 def test_values_are_counted_whatever_strings_hold_and_wherever_pieces_end(value: Any, piece: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "MAX_JSON_VALUES", 0)
-        patch.setattr(bodies, "_PIECE_BYTES", piece)
-        assert bodies._cost(json.dumps([value, value]).encode()) == cost([value, value])
+    assert cost_of(json.dumps([value, value]).encode(), enough=0, piece=piece) == cost([value, value])
 
 
 def test_many_values_are_refused_and_a_long_text_full_of_commas_is_not() -> None:
@@ -126,9 +122,9 @@ async def half(server: Server, num_bytes: int) -> RawClient:
     return client
 
 
-async def test_one_client_fills_half_of_what_may_wait_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 10_000)
+async def test_one_client_fills_half_of_what_may_wait_until_it_leaves() -> None:
     async with serving(ServerConfig(max_body_bytes=5000)) as server:
+        server.api.service.bodies.max_waiting = 10_000
         first = await half(server, 4900)
         await wait_until(lambda: waiting_bytes(server) == 4900, "it waits")
         message = "too many bytes of your requests are pending; send fewer at once"
@@ -140,10 +136,10 @@ async def test_one_client_fills_half_of_what_may_wait_until_it_leaves(monkeypatc
         assert waiting_bytes(server) == 0
 
 
-async def test_bytes_are_bounded_for_all_clients_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 5000)
+async def test_bytes_are_bounded_for_all_clients_together() -> None:
     one, two = ({**JSON, "Authorization": f"Bearer {key}"} for key in ("one", "two"))
     async with serving(ServerConfig.model_validate({"max_body_bytes": 5000, "api_key": ["one", "two"]})) as server:
+        server.api.service.bodies.max_waiting = 5000
         with held(forward_of(server.llm), "hidden"):
             waiting = asyncio.create_task(send(server, BODY.ljust(4950), one))
             await wait_until(lambda: waiting_bytes(server) == 4950, "it waits")

@@ -16,10 +16,10 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from chairlift.api import ServerConfig
-from chairlift.engine.sampling import compiled_grammar
-from chairlift.engine.text import grammar
+from chairlift.engine.text.grammar import CompilerLimits
 from tests.api.conftest import Server, serving
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, error_of, post, text_of, user, warning_of
+from tests.support.engines import grammars_limited, parser_limits
 
 HELLO = user("Tell me a story about a fox.")
 TEXT = {"type": "string"}
@@ -311,8 +311,7 @@ async def test_two_structures_and_deep_text_beside_tools_are_refused(server: Ser
 
 
 async def test_too_many_grammars_at_once_are_a_503_that_says_so(server: Server) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammar, "_MAX_UNFINISHED", 0)
+    with grammars_limited(server.llm, CompilerLimits(max_unfinished=0)):
         reply = await post(server, COMPLETIONS, {"prompt": "a", "guided_regex": "never seen before"}, status=503)
     assert (reply["error"]["type"], reply["error"]["code"]) == ("server_error", "grammars_busy")
     assert reply["error"]["message"] == (
@@ -323,9 +322,7 @@ async def test_too_many_grammars_at_once_are_a_503_that_says_so(server: Server) 
 async def test_a_grammar_that_becomes_too_costly_is_the_clients_mistake_too(server: Server) -> None:
     body = {"prompt": "a", "max_tokens": 150, "guided_grammar": 'start: e\ne: e e | "a"\n'}
     words = "the grammar failed: too many alternatives, optional parts or repetitions at once; simplify it"
-    with pytest.MonkeyPatch.context() as patch:  # where grammars are in use, but not where they are tried out
-        limits = {**compiled_grammar.PARSER_LIMITS, "max_items_in_row": 50}
-        patch.setattr(compiled_grammar, "PARSER_LIMITS", limits)
+    with grammars_limited(server.llm, parser_limits(max_items_in_row=50)):
         assert (await error_of(server, COMPLETIONS, body))["message"] == words
         streamed = {**body, "stream": True}
         async with aiohttp.ClientSession(server.url) as http, http.post(COMPLETIONS, json=streamed) as response:

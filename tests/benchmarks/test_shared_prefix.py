@@ -98,10 +98,9 @@ def command_of(code: str) -> Callable[[Engine, Settings, int], list[str]]:
     return lambda _engine, _settings, port: [sys.executable, "-c", code, str(port)]
 
 
-def test_a_server_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "server_command", command_of(HEALTHY_SERVER))
+def test_a_server_is_started_and_ended(tmp_path: Path) -> None:
     before = psutil.Process().children(recursive=True)
-    with closing(Host(CHAIRLIFT, SETTINGS, tmp_path / "log")) as host:
+    with closing(Host(CHAIRLIFT, SETTINGS, tmp_path / "log", command_of(HEALTHY_SERVER))) as host:
         host.start(60.0)
         children = set(psutil.Process().children(recursive=True)) - set(before)
     assert host.standing.version == "1.2.3"
@@ -112,9 +111,9 @@ def test_a_server_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.Monke
         await_status(child.pid, GONE)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "server_command", command_of(BROKEN_SERVER))
-    with closing(Host(CHAIRLIFT, SETTINGS, tmp_path / "log")) as host, pytest.raises(WorkerError) as caught:
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    host = Host(CHAIRLIFT, SETTINGS, tmp_path / "log", command_of(BROKEN_SERVER))
+    with closing(host), pytest.raises(WorkerError) as caught:
         host.start(60.0)
     assert str(caught.value) == "chairlift did not start: the server ended with exit code 3\nno such model"
 

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization
 from chairlift.engine.core import EngineCore
 from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models import TorchForward, load_forward, load_model, open_checkpoint
-from chairlift.models.cpu import CpuDecoder, decoder, load_library
+from chairlift.models.cpu import CpuDecoder, load_library
 from chairlift.models.loader import count_parameters
 from tests.engine.support import resolved_config
 from tests.support import flash_attn_reference
@@ -40,10 +41,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "load_library", load_library.__wrapped__)
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    load_library.cache_clear()
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    yield
+    load_library.cache_clear()
 
 
 @needs_kernels

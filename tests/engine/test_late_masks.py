@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.sampling import compiled_grammar
 from chairlift.engine.sampling import masks as masks_module
+from chairlift.engine.sampling.compiled_grammar import GrammarLimits
 from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
-from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.grammar import CompilerLimits, GrammarCompiler
 from chairlift.params import StructuredOutputs
 from tests.engine import test_overlap
 from tests.engine.support import GREEDY, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm, tokens_of
-from tests.support.engines import ahead
+from tests.support.engines import ahead, grammars_limited, parser_limits
 
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+"), "max_tokens": 14})
 MUCH_A = {ord("a"): 100.0}
@@ -121,19 +121,17 @@ def test_prefixes_of_rows_that_are_late_are_shared_all_the_same(tiny: str, llm: 
         assert_idle(other)
 
 
-def test_a_slow_sequence_sits_out_until_its_mask_and_says_the_same(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_llm(tiny) as llm:
-        expected = tokens_of(llm.generate(PROMPTS[:3], WORDS))
-        for slow_s, lane in ((-1.0, "slow"), (1e9, "fast")):
-            monkeypatch.setattr(compiled_grammar, "_SLOW_S", slow_s)
-            assert tokens_of(llm.generate(PROMPTS[:3], WORDS)) == expected
-            assert lanes_of(llm) == {lane}
-        assert_idle(llm)
-
-
-def limit(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    """Limits the grammars that are in use, but not where they are tried out."""
-    monkeypatch.setattr(compiled_grammar, "PARSER_LIMITS", {**compiled_grammar.PARSER_LIMITS, **limits})
+@pytest.mark.parametrize(("slow_s", "lane"), [(-1.0, "slow"), (1e9, "fast")])
+def test_a_slow_sequence_sits_out_until_its_mask_and_says_the_same(
+    tiny: str, llm: LLM, slow_s: float, lane: str
+) -> None:
+    expected = tokens_of(llm.generate(PROMPTS[:3], WORDS))
+    limits = CompilerLimits(in_use=GrammarLimits(slow_s=slow_s))
+    with make_llm(tiny) as other, grammars_limited(other, limits):
+        for _ in range(2):
+            assert tokens_of(other.generate(PROMPTS[:3], WORDS)) == expected
+            assert lanes_of(other) == {lane}
+        assert_idle(other)
 
 
 def lanes_of(llm: LLM) -> set[str]:
@@ -156,8 +154,7 @@ def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM, monkeyp
         begin_again(grammar, *rest)
 
     monkeypatch.setattr(TokenGrammar, "begin_again", note)
-    limit(monkeypatch, max_lexer_states=150)
-    with make_llm(tiny) as other:
+    with make_llm(tiny) as other, grammars_limited(other, parser_limits(max_lexer_states=150)):
         assert tokens_of(other.generate(["hi"] * 3, params)) == [expected] * 3
         assert begun_again
         begun_again.clear()
@@ -175,11 +172,10 @@ def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM, monkeyp
     ids=["tokens", "masks"],
 )
 def test_a_grammar_that_becomes_too_costly_ends_its_request_alone_with_the_reason(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], grammar: StructuredOutputs
+    tiny: str, limits: dict[str, int], grammar: StructuredOutputs
 ) -> None:
-    limit(monkeypatch, **limits)
     params = WORDS.model_copy(update={"structured_outputs": grammar, "max_tokens": 150, "logit_bias": MUCH_A})
-    with make_llm(tiny) as llm:
+    with make_llm(tiny) as llm, grammars_limited(llm, parser_limits(**limits)):
         output, free = llm.generate(["hi", "free"], [params, GREEDY])
         error = output.outputs[0].error
         assert error is not None

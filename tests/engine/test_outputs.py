@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, Logprob
 from chairlift.scheduler import Request, TokenEvent
 from tests.engine.support import END_TOKEN, event
+from tests.engine.tokenizers_made import make_byte_tokenizer
 
 PROMPT = [ord("?")]
 
@@ -197,19 +199,17 @@ def test_events_find_their_generation_among_several_and_are_dropped_once_it_is_c
     assert [state.output.copy().outputs[0].text for state in states] == ["b", "a", ""]
 
 
-def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
-    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(tmp_path: Path) -> None:
     decoded: list[Sequence[int]] = []
-    decode = Tokenizer.decode
 
-    def counting(self: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if not skip_special_tokens:
-            decoded.append(token_ids)
-        return decode(self, token_ids, skip_special_tokens)
+    class Counting(Tokenizer):
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            if not skip_special_tokens:
+                decoded.append(token_ids)
+            return super().decode(token_ids, skip_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "decode", counting)
-    follower = Follower(byte_tokenizer, logprobs=1)
+    make_byte_tokenizer(tmp_path)
+    follower = Follower(Counting(tmp_path), logprobs=1)
     for _ in range(50):
         follower.score(b"xy")
     (output,) = follower.outputs

@@ -9,12 +9,14 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine.execution.runner import Launch
+from chairlift.engine.parts import Parts
 from chairlift.errors import EngineDead
+from chairlift.models import load_forward
 from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
-from tests.support.engines import ahead
+from tests.support.engines import WrappedForward, ahead
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
 SAID = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
@@ -236,26 +238,27 @@ def test_a_follower_of_a_poisoned_prompt_that_is_aborted_before_it_says_anything
 @pytest.mark.parametrize("params", [SCORED, SCORED.model_copy(update={"temperature": 1.0, "seed": 3, "top_p": 0.9})])
 @pytest.mark.parametrize("row", [0, 2])
 def test_a_row_without_usable_logits_fails_and_no_other(tiny: str, params: SamplingParams, row: int) -> None:
-    with make_llm(tiny, max_steps_per_launch=1, enable_prefix_caching=False) as llm:
+    spoilt: list[float] = []  # the value of the row's logits in the fifth step that follows
+
+    class Spoiling(WrappedForward):
+        num_calls = 0
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            result = super().logits(hidden)
+            self.num_calls += bool(spoilt)
+            if self.num_calls == 5:
+                result[row] = spoilt.pop()
+                self.num_calls = 0
+            return result
+
+    parts = Parts(load_forward=lambda *given: Spoiling(load_forward(*given)))
+    with make_llm(tiny, parts, max_steps_per_launch=1, enable_prefix_caching=False) as llm:
         lengths = [5 if index == row else 12 for index in range(3)]
         each = [params.model_copy(update={"max_tokens": length}) for length in lengths]  # a sound one ends as early
         expected = llm.generate(PROMPTS[:3], each)
-        forward = core_of(llm).executor.forward
-        logits = forward.logits
         for value in (torch.nan, torch.inf, -torch.inf):
-            num_calls = 0
-
-            def spoil(hidden: torch.Tensor, value: float = value) -> torch.Tensor:
-                nonlocal num_calls
-                num_calls += 1
-                result = logits(hidden)
-                if num_calls == 5:
-                    result[row] = value
-                return result
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(forward, "logits", spoil)
-                outputs = llm.generate(PROMPTS[:3], each)
+            spoilt.append(value)
+            outputs = llm.generate(PROMPTS[:3], each)
             assert_failed(outputs[row], num_tokens=4)
             assert outputs[row].outputs[0].token_ids == expected[row].outputs[0].token_ids[:4]
             assert len(outputs[row].outputs[0].logprobs or []) == 4

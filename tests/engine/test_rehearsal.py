@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from chairlift.engine.text import grammar as grammar_module
-from chairlift.engine.text.grammar import _NUM_THREADS, GrammarCompiler
+from chairlift.engine.text.grammar import _NUM_THREADS, CompilerLimits, GrammarCompiler
 from chairlift.engine.text.grammar_trial import Verdict
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
 from chairlift.engine.text.tokenizer import Tokenizer
@@ -104,8 +104,8 @@ def shared_compiler(byte_tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
         yield compiler
 
 
-def new_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(tokenizer, VOCAB_SIZE, [END_TOKEN]))
+def new_compiler(tokenizer: Tokenizer, *, tries_apart: bool = True) -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary(tokenizer, VOCAB_SIZE, [END_TOKEN]), tries_apart=tries_apart)
 
 
 def helper_of(compiler: GrammarCompiler) -> psutil.Process:
@@ -155,10 +155,9 @@ def test_a_schema_may_be_only_so_deep_and_so_long(fields: dict[str, Any], said: 
 
 
 def test_without_forks_llguidances_own_limits_have_to_do(
-    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grammar_module, "IS_POSSIBLE", False)
-    with closing(new_compiler(byte_tokenizer)) as compiler:
+    with closing(new_compiler(byte_tokenizer, tries_apart=False)) as compiler:
         assert "grammars are compiled without a process of their own" in caplog.text
         assert new_grammar(compiler, pattern("[a-z]+")).is_ready
         with pytest.raises(InvalidGrammar, match=TOO_COMPLEX):
@@ -232,7 +231,7 @@ def test_slow_grammars_hold_up_nobody_while_a_thread_is_left(compiler: GrammarCo
 
 
 def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_UNFINISHED", 2)
+    compiler.limits = CompilerLimits(max_unfinished=2)
     gate = threading.Event()
     monkeypatch.setattr(Rehearsal, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
     waiting = [compiler.compile(pattern(letter)) for letter in "ab"]
@@ -258,21 +257,19 @@ def test_without_a_thread_or_a_process_to_be_had_a_grammar_can_be_had_later(
     assert new_grammar(compiler, pattern("a")).is_ready
 
 
-def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler) -> None:
     large = [StructuredOutputs(choice=[f"{index}{word}" for word in WORDS[:2000]]) for index in range(4)]
     compiled: list[Future[Any]] = [compiler.compile(outputs) for outputs in large[:2]]
     sizes = [future.result(DEADLINE_S).num_bytes for future in compiled]
     assert all(100_000 < size < 10_000_000 for size in sizes)
-    monkeypatch.setattr(grammar_module, "_MAX_CACHE_BYTES", sum(sizes) * 5 // 4)
+    compiler.limits = CompilerLimits(max_cache_bytes=sum(sizes) * 5 // 4)
     assert len(compiler._cache) == 2
     compiler.compile(large[0]).result(DEADLINE_S)  # used last
     compiler.compile(large[2]).result(DEADLINE_S)
     assert list(compiler._cache) == [grammar_module._as_json(large[index]) for index in (0, 2)]
 
 
-def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(compiler: GrammarCompiler) -> None:
     first, second = pattern("[a-z]+"), pattern("[0-9]+")
     compiled = compiler.compile(first).result(DEADLINE_S)
     size = compiled.num_bytes
@@ -281,7 +278,7 @@ def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(
     compiled.note_cost(100.0)
     assert compiled.num_bytes < size + 20_000_000  # a lexer has so many states at most
     compiler.compile(second).result(DEADLINE_S)
-    monkeypatch.setattr(grammar_module, "_MAX_CACHE_BYTES", 10_000_000)
+    compiler.limits = CompilerLimits(max_cache_bytes=10_000_000)
     compiler.compile(second).result(DEADLINE_S)
     assert list(compiler._cache) == [grammar_module._as_json(second)]
 

@@ -12,15 +12,16 @@ from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.sampling import compiled_grammar, masks
-from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.engine.sampling import masks
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, GrammarLimits
+from chairlift.engine.text.grammar import CompilerLimits
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.params import CompletionOutput, RequestOptions, StructuredOutputs
 from chairlift.scheduler import Request
-from tests.support.engines import ahead, core_of
+from tests.support.engines import ahead, core_of, grammars_limited
 from tests.support.gguf_files import write_model
 from tests.support.kernels import needs_kernels
 
@@ -185,18 +186,20 @@ def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_none_behind_a_w
 
 @pytest.fixture
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are waited for, and no grammar is too slow to guess, however busy the machine is."""
+    """Masks are waited for, however busy the machine is."""
     for name in ("_MIN_PATIENCE_S", "_MAX_PATIENCE_S"):
         monkeypatch.setattr(masks, name, 60.0)
-    for name in ("_LONG_FORESIGHT_S", "_SLOW_S"):
-        monkeypatch.setattr(compiled_grammar, name, 60.0)
 
 
 @needs_kernels
 @pytest.mark.usefixtures("no_clock")
 def test_what_a_grammar_forces_is_accepted_and_changes_nothing() -> None:
     params = SamplingParams(temperature=0.9, seed=7, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
-    with LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm:
+    in_use = GrammarLimits(slow_s=60.0, long_foresight_s=60.0)  # so that none is too slow to guess
+    with (
+        LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm,
+        grammars_limited(llm, CompilerLimits(in_use=in_use)),
+    ):
         (plain,) = llm.generate(["A fox"], params, options=RequestOptions(speculation="off"))
         (forced,) = llm.generate(["A fox"], params)
     assert answer(plain.outputs[0]) == answer(forced.outputs[0])

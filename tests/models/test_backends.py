@@ -15,7 +15,6 @@ from chairlift.models import cpu, find_obstacle, load_backend
 from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig, ModelShape
-from chairlift.models.cpu import decoder
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
     flash_attn_3_with_kvcache,
@@ -138,7 +137,7 @@ def test_native_code_runs_in_one_process_and_no_model_in_transformers_own_code()
 
 
 def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "load_library", cpu.load_library.__wrapped__)
+    cpu.load_library.cache_clear()
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     said = "there is no C++ compiler 'no-such-compiler'; install g++ or clang, or name one in $CXX"

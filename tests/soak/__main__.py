@@ -15,7 +15,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random, SystemRandom
@@ -193,16 +194,20 @@ async def soak(url: str, seconds: float, seed: int) -> dict[str, Any]:
     return load.report(before, await load.settle())
 
 
-def main() -> int:
-    """Soaks, prints what came of it, and returns the exit code."""
+def main(
+    flags: Sequence[str] | None = None,
+    serve: Callable[[], AbstractContextManager[Any]] = soaked,
+    load: Callable[[str, float, int], Coroutine[Any, Any, dict[str, Any]]] = soak,
+) -> int:
+    """Soaks, prints what came of it, and returns the exit code. `flags` None: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, help="draws the requests; left out: a new one each time")
     parser.add_argument("--json", type=Path, help="file for the report")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(flags)
     seed = SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    with soaked() as process:
-        report = asyncio.run(soak(process.url, arguments.minutes * 60, seed))
+    with serve() as process:
+        report = asyncio.run(load(process.url, arguments.minutes * 60, seed))
     report["complaints"] += [f"the server: {line.strip()}" for line in process.log if " ERROR " in line]
     for complaint in report["complaints"]:
         print(f"WRONG (seed {seed}): {complaint}")

@@ -65,9 +65,7 @@ SIZES = {"tasks": 5, "open files": 20, "threads": 9, "objects": 1000, "MB of mem
 STATE = State({"slots taken": 0, "sequences": 0}, SIZES, [], {})
 
 
-def test_a_soak_says_what_is_wrong_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_soak_says_what_is_wrong_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
 
     async def soak(url: str, seconds: float, seed: int) -> dict[str, Any]:
@@ -78,10 +76,7 @@ def test_a_soak_says_what_is_wrong_and_fails(
     def soaked() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(url="http://here", log=["12:00 INFO a\n", "12:00 ERROR b\n"])
 
-    monkeypatch.setattr(soak_command, "soak", soak)
-    monkeypatch.setattr(soak_command, "soaked", soaked)
-    monkeypatch.setattr(sys, "argv", ["soak", "--seed", "1", "--json", str(path)])
-    assert soak_command.main() == 1
+    assert soak_command.main(["--seed", "1", "--json", str(path)], soaked, soak) == 1
     complaints = ["a slot is lost", "the server: 12:00 ERROR b"]
     assert capsys.readouterr().out.splitlines()[:2] == [f"WRONG (seed 1): {complaint}" for complaint in complaints]
     assert json.loads(path.read_text(encoding="utf-8"))["complaints"] == complaints

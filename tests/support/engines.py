@@ -13,6 +13,8 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch, ModelRunner
 from chairlift.engine.parts import Pacing, Parts
+from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, GrammarLimits
+from chairlift.engine.text.grammar import CompilerLimits, GrammarCompiler
 from chairlift.engine.thread import LocalEngine
 from chairlift.models import Checkpoint, TorchForward, load_model
 from chairlift.models.attention import Backend, BatchMetadata, Forward
@@ -94,3 +96,20 @@ def with_attention(make: Callable[[ModelShape], Backend]) -> Callable[[Checkpoin
         return TorchForward(model, make(model.config))
 
     return load
+
+
+@contextmanager
+def grammars_limited(llm: LLM | AsyncLLM, limits: CompilerLimits) -> Iterator[None]:
+    """Limits the grammars that the engine compiles meanwhile."""
+    compiler = llm.inputs.grammars
+    assert isinstance(compiler, GrammarCompiler)
+    before, compiler.limits = compiler.limits, limits
+    try:
+        yield
+    finally:
+        compiler.limits = before
+
+
+def parser_limits(**limits: int) -> CompilerLimits:
+    """Limits of llguidance for grammars that are in use, but not where they are tried out."""
+    return CompilerLimits(in_use=GrammarLimits(parser={**PARSER_LIMITS, **limits}))

@@ -47,7 +47,7 @@ class RawBody:
     def parse(self, model: type[_Body]) -> _Body:
         """The checked body. Takes up to a second, so it belongs off the event loop."""
         data = self.data if self.encoding is None else _inflate(self.data, self.encoding, self.max_bytes)
-        if _cost(data) > MAX_JSON_VALUES:
+        if cost_of(data) > MAX_JSON_VALUES:
             raise InvalidRequest(
                 f"the body has too many JSON values: {MAX_JSON_VALUES} numbers or some {MAX_JSON_VALUES // 25} messages"
                 " at most; send it in several requests, or text instead of token ids"
@@ -66,8 +66,7 @@ class BodyReader:
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._max_waiting = max(MAX_WAITING_BYTES, max_bytes)
-        self._max_waiting_per_client = max(MAX_WAITING_BYTES // 2, max_bytes)
+        self.max_waiting = MAX_WAITING_BYTES  # bytes; a single body may always wait
         self._num_waiting = 0  # bytes
         self._num_waiting_of: Counter[str] = Counter()  # by client
         self._deadlines: set[asyncio.Timeout] = set()  # of bodies that are being read
@@ -122,9 +121,9 @@ class BodyReader:
     def _count(self, hold: "_Hold", num_bytes: int) -> None:
         if hold.num_bytes + num_bytes > self._max_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_bytes, hold.num_bytes + num_bytes)
-        if self._num_waiting_of[hold.client] + num_bytes > self._max_waiting_per_client:
+        if self._num_waiting_of[hold.client] + num_bytes > max(self.max_waiting // 2, self._max_bytes):
             raise ClientTooBusy("too many bytes of your requests are pending; send fewer at once")
-        if self._num_waiting + num_bytes > self._max_waiting:
+        if self._num_waiting + num_bytes > max(self.max_waiting, self._max_bytes):
             raise ServerTooBusy("too many request bytes are pending; try again later")
         self._num_waiting += num_bytes
         self._num_waiting_of[hold.client] += num_bytes
@@ -175,14 +174,17 @@ def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
     return inflated
 
 
-def _cost(data: bytes) -> int:
-    """The cost of checking a JSON text's values; an upper bound if that is below the limit already."""
+def cost_of(data: bytes, enough: int = MAX_JSON_VALUES, piece: int = _PIECE_BYTES) -> int:
+    """Computes the cost of checking a JSON text's values; an upper bound if that is at most `enough` already.
+
+    `piece`: bytes that are looked at before other threads may run.
+    """
     bound = _cost_of_separators(data)
-    if bound <= MAX_JSON_VALUES:
+    if bound <= enough:
         return bound
     total, is_in_string, start = 0, False, 0
-    while start < len(data):  # in pieces, between which other threads may run
-        end = start + _PIECE_BYTES
+    while start < len(data):
+        end = start + piece
         num_backslashes = end - len(data[start:end].rstrip(b"\\")) - start
         end += num_backslashes % 2  # an escape is not cut in two
         parts = _ESCAPE.sub(b"", data[start:end]).split(b'"')

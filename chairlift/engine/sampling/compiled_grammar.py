@@ -2,8 +2,8 @@
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,10 +48,20 @@ _LINE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?
 _EXCERPT = re.compile(r"\n +\d+ \| .*|\n<non-verbose/>.*", re.DOTALL)  # from llguidance's own version of the grammar
 _MAX_REASON = 300
 
-_LONG_FORESIGHT_S = 0.001  # of processor time, during which no other thread runs; most take 0.03 ms
-_SLOW_S = 0.01  # of processor time for a mask; most take 0.1 ms
 _BYTES_PER_STATE = 600  # of a lexer
 _BYTES_PER_S = 2e8  # by which a lexer grows if it does nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What a grammar in use may take."""
+
+    parser: Mapping[str, Any] = field(default_factory=lambda: PARSER_LIMITS)  # arguments of `LLParserLimits`
+    slow_s: float = 0.01  # of processor time for a mask; most take 0.1 ms
+    long_foresight_s: float = 0.001  # of processor time, during which no other thread runs; most take 0.03 ms
+
+
+DEFAULT_LIMITS = GrammarLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +93,16 @@ class CompiledGrammar:
     it breaks for all of them; a sequence that notices continues with a matcher that shares nothing.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, source: str, num_bytes: int) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, source: str, num_bytes: int, limits: GrammarLimits = DEFAULT_LIMITS
+    ) -> None:
         """Compiles it and computes the first mask. `num_bytes`: the memory that this takes."""
         self._tokenizer = tokenizer
         self._source = source
+        self._limits = limits
         self.matcher = self.new_matcher()
         self.num_bytes = num_bytes
-        self._max_bytes = num_bytes + PARSER_LIMITS["max_lexer_states"] * _BYTES_PER_STATE
+        self._max_bytes = num_bytes + limits.parser["max_lexer_states"] * _BYTES_PER_STATE
         self.is_broken = False
         self.is_slow = False
         self.is_foreseeable = True  # computing what comes next costs little
@@ -99,7 +112,7 @@ class CompiledGrammar:
 
     def new_matcher(self) -> LLMatcher:
         """A matcher that shares nothing."""
-        return LLMatcher(self._tokenizer, self._source, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        return LLMatcher(self._tokenizer, self._source, log_level=0, limits=LLParserLimits(**self._limits.parser))
 
     def compute_mask(self, matcher: LLMatcher) -> torch.Tensor:
         """Computes which tokens may come next: int32 `[words]`, a bit per token, all 0 after an error or the end."""
@@ -119,9 +132,9 @@ class CompiledGrammar:
 
     def note_foresight(self, seconds: float) -> None:
         """Records the processor time of computing what comes next."""
-        self.is_foreseeable = seconds <= _LONG_FORESIGHT_S
+        self.is_foreseeable = seconds <= self._limits.long_foresight_s
 
     def note_cost(self, seconds: float) -> None:
         """Records the processor time of a mask, during which the lexer grows. (Taking a token costs less.)"""
-        self.is_slow = seconds > _SLOW_S
+        self.is_slow = seconds > self._limits.slow_s
         self.num_bytes = min(self.num_bytes + int(seconds * _BYTES_PER_S), self._max_bytes)

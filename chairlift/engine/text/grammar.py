@@ -15,7 +15,14 @@ from functools import partial
 from typing import Any
 
 from chairlift.engine.forks import finalize
-from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
+from chairlift.engine.sampling.compiled_grammar import (
+    DEFAULT_LIMITS,
+    PARSER_LIMITS,
+    TOO_LARGE,
+    CompiledGrammar,
+    GrammarLimits,
+    explain,
+)
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
 from chairlift.engine.text.grammar_trial import try_out
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
@@ -27,8 +34,6 @@ from chairlift.schemas import make_enforceable
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 3  # each may run a child process that takes up to `grammar_trial._MAX_BYTES`
-_MAX_UNFINISHED = 64  # grammars that are being compiled or wait for that
-_MAX_CACHE_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,22 @@ class Thinking:
     has_begun: bool  # in the prompt; if not, there are thoughts only if the choice begins with `begin_id`
 
 
+@dataclass(frozen=True, slots=True)
+class CompilerLimits:
+    """What a compiler of grammars may take."""
+
+    max_unfinished: int = 64  # grammars that are being compiled or wait for that
+    max_cache_bytes: int = 2**27
+    in_use: GrammarLimits = DEFAULT_LIMITS  # of each grammar, once it was tried out
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Its methods may be called from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, *, tries_apart: bool = IS_POSSIBLE) -> None:
+        """`tries_apart`: grammars are tried out in a process of their own."""
+        self.limits = CompilerLimits()
+        self._vocabulary, self._tries_apart = vocabulary, tries_apart
         self._rehearsal = Rehearsal(self._settings)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
@@ -52,7 +68,7 @@ class GrammarCompiler:
         self._unfinished: dict[str, Future[CompiledGrammar]] = {}
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
         self._end = finalize(self, _end, self._threads, self._rehearsal, self._mask_threads)
-        if not IS_POSSIBLE:
+        if not tries_apart:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
@@ -72,8 +88,8 @@ class GrammarCompiler:
                 done.set_result(known)
                 return done
             if key not in self._unfinished:
-                if len(self._unfinished) >= _MAX_UNFINISHED:
-                    raise GrammarsBusy(f"{_MAX_UNFINISHED} other grammars are being compiled")
+                if len(self._unfinished) >= self.limits.max_unfinished:
+                    raise GrammarsBusy(f"{self.limits.max_unfinished} other grammars are being compiled")
                 try:
                     self._unfinished[key] = self._threads.submit(self._compile_and_keep, key)
                 except RuntimeError as error:  # no thread; a submitted job may still run later, and its result is kept
@@ -103,7 +119,7 @@ class GrammarCompiler:
         """Caches a grammar, and evicts others: their sizes grow while they are used. The newest one is always kept."""
         self._cache[key] = compiled
         num_bytes = sum(each.num_bytes for each in self._cache.values())
-        while num_bytes > _MAX_CACHE_BYTES and len(self._cache) > 1:
+        while num_bytes > self.limits.max_cache_bytes and len(self._cache) > 1:
             _, evicted = self._cache.popitem(last=False)
             num_bytes -= evicted.num_bytes
 
@@ -118,7 +134,7 @@ class GrammarCompiler:
             fields = _prepared(json.loads(key))
             verdict = (
                 self._rehearsal.perform(json.dumps(fields))
-                if IS_POSSIBLE
+                if self._tries_apart
                 else try_out(tokenizer, fields, PARSER_LIMITS)
             )
         except (OSError, RuntimeError) as error:  # no process or no thread
@@ -129,7 +145,8 @@ class GrammarCompiler:
         source, thinking = verdict.source, fields["thinking"]
         if thinking is not None:
             source = _after_thoughts(source, Thinking(**thinking), self._vocabulary.eos_token_ids)
-        compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key))
+        num_bytes = verdict.num_bytes + 2 * len(source) + len(key)
+        compiled = CompiledGrammar(tokenizer, source, num_bytes, self.limits.in_use)
         if compiled.matcher.is_error():
             raise InvalidGrammar(explain(compiled.matcher.get_error()).reason)
         return compiled

@@ -182,6 +182,10 @@ class CompressedWeights:
         offsets = None if zeros is None else (-scales * zeros).repeat_interleave(num_times, dim=1)
         return GroupedWeight(stored.groups.num_bits, values, scales.repeat_interleave(num_times, dim=1), offsets)
 
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """See `WeightReader`."""
+        self._files.read_into(name, place)
+
     def _values(self, name: str) -> torch.Tensor:
         """uint8 `[out, in]`, or `[out, in / 2]` with 4 bits: the first of two neighbours is in the low half."""
         packed = self._part(name, self._layout.packed)

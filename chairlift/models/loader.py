@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
 _ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
 
 
@@ -324,19 +323,32 @@ def _parts_of(weight: Weight, suffix: str, shape: tuple[int, ...]) -> dict[str, 
     return {f"{part.name}{suffix}": (part.length, *shape[1:]) for part in weight.parts}
 
 
-def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turns any error into a CheckpointError about that tensor: a damaged file may show only when it is read."""
     try:
-        return reader.read(name)
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a truncated file shows only when its bytes are read
+    except Exception as error:
         raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
+
+
+def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
+    with _naming(name):
+        return reader.read(name)
+
+
+def _read_group(reader: WeightReader, name: str) -> GroupedWeight:
+    """A matrix in groups."""
+    read = _read(reader, name)
+    assert isinstance(read, GroupedWeight), "it has a format"
+    return read
 
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
     """The matrices, stacked."""
-    read = [_read(reader, name) for name in stored]
-    return stack_rows([each for each in read if isinstance(each, GroupedWeight)])  # which all are: they have a format
+    return stack_rows([_read_group(reader, name) for name in stored])
 
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -344,16 +356,14 @@ def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, dev
     shapes = [reader.tensors[name].shape for name in stored]
     place = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
     for rows, name in zip(torch.split(place, [shape[0] for shape in shapes]), stored, strict=True):
-        read = _read(reader, name)
-        if isinstance(read, GroupedWeight):
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                some = slice(start, start + _ROWS_AT_ONCE)
-                rows[some] = read.rows(some).dequantize(dtype)
-        elif read.dtype in _NUMBERS:
-            rows.copy_(read)
-        else:
-            held = str(read.dtype).removeprefix("torch.")
-            raise CheckpointError(f"tensor {named(name)} holds {held}; weights must be bfloat16, float16 or float32")
+        if reader.tensors[name].groups is None:
+            with _naming(name):
+                reader.read_into(name, rows)
+            continue
+        read = _read_group(reader, name)
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            rows[some] = read.rows(some).dequantize(dtype)
     return place
 
 

@@ -28,7 +28,7 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import RMSNorm
-from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader
+from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader, fill
 
 _HOST = "127.0.0.1"  # where Gloo listens
 
@@ -159,6 +159,10 @@ class _WeightsPart:
         module, _, leaf = name.rpartition(".")
         is_first_ranks = leaf == "bias" and module in self._spans  # which has all of it
         return torch.zeros_like(whole) if is_first_ranks and self._rank else whole
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """See `WeightReader`."""
+        fill(name, place, self.read(name))
 
     def _span_of(self, name: str) -> _Span | None:
         """None: every rank has all of it."""

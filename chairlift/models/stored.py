@@ -1,16 +1,20 @@
 """Weights as a checkpoint stores them, under the names of Hugging Face's checkpoints, whatever kind of file it is."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named
+from chairlift.models.file_bytes import FileBytes
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.safetensors_header import TensorPlace, read_places
 
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
+_PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _ROWS_COMPARED = 4096
 
 
@@ -48,49 +52,81 @@ class WeightReader(Protocol):
         """The tensor, on the CPU; in groups if it has them."""
         ...
 
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Copies a tensor without groups to a dense place of its shape, in the place's own dtype and on its device."""
+        ...
+
 
 class SafetensorsWeights:
-    """A `WeightReader` over safetensors files.
-
-    A file is mapped anew for each tensor: an open mapping keeps every page that was read, so that a model would be in
-    memory twice while it is loaded.
-    """
+    """A `WeightReader` over safetensors files."""
 
     def __init__(self, files: list[Path]) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        self._files: dict[str, Path] = {}  # by name of the tensor
+        self._places: dict[str, TensorPlace] = {}
         for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    found = {name: StoredTensor(tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-            self.tensors |= found
-            self._files |= dict.fromkeys(found, path)
+            self._places |= read_places(path)
+        self.tensors = {name: StoredTensor(place.shape) for name, place in self._places.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as handle:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor
+        place = self._places[name]
+        with FileBytes(place.path) as file:
+            return file.read(place.offset, place.num_bytes).view(place.dtype).view(place.shape)
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """See `WeightReader`. Reads a piece at a time, which stays in a processor's cache until it is copied."""
+        stored, flat = self._places[name], place.view(-1)
+        check_dtype(name, stored.dtype)
+        size = stored.dtype.itemsize
+        piece = torch.empty(min(stored.num_bytes, _PIECE_BYTES), dtype=torch.uint8)
+        with FileBytes(stored.path) as file:
+            for begin in range(0, stored.num_bytes, _PIECE_BYTES):
+                part = piece[: min(_PIECE_BYTES, stored.num_bytes - begin)]
+                file.read_into(part, stored.offset + begin)
+                flat[begin // size : (begin + len(part)) // size].copy_(part.view(stored.dtype))
 
     def are_equal(self, first: str, second: str) -> bool:
         """True if both tensors have the same dtype, shape and bits, which those without rows or elements have not."""
-        shape = self.tensors[first].shape
-        if self.tensors[first] != self.tensors[second] or not shape or 0 in shape:
+        one, two = self._places[first], self._places[second]
+        if (one.dtype, one.shape) != (two.dtype, two.shape) or not one.shape or 0 in one.shape:
             return False  # a tensor without elements may claim any number of rows
-        num_rows = shape[0]
         return all(
             _are_same_bits(*(self.read_spans(name, 0, [(start, start + _ROWS_COMPARED)]) for name in (first, second)))
-            for start in range(0, num_rows, _ROWS_COMPARED)
+            for start in range(0, one.shape[0], _ROWS_COMPARED)
         )
 
     def read_spans(self, name: str, dim: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Spans of the first or second dimension, concatenated; nothing else of the tensor is read."""
-        with safe_open(self._files[name], framework="pt") as handle:
-            whole = handle.get_slice(name)
-            parts = [whole[start:stop] if dim == 0 else whole[:, start:stop] for start, stop in spans]
-        return torch.cat(parts, dim)
+        """Reads spans of the first or second dimension, concatenated, and nothing else of the tensor.
+
+        As in slices, what is beyond the end is left out.
+        """
+        place = self._places[name]
+        spans = [(min(start, place.shape[dim]), min(stop, place.shape[dim])) for start, stop in spans]
+        shape = list(place.shape)
+        shape[dim] = sum(stop - start for start, stop in spans)
+        step = math.prod(place.shape[dim + 1 :]) * place.dtype.itemsize  # bytes of one index of that dimension
+        row_bytes = place.shape[dim] * step
+        content = torch.empty(math.prod(shape) * place.dtype.itemsize, dtype=torch.uint8)
+        end = 0
+        with FileBytes(place.path) as file:
+            for row in range(place.shape[0] if dim else 1):
+                for start, stop in spans:
+                    begin, end = end, end + (stop - start) * step
+                    file.read_into(content[begin:end], place.offset + row * row_bytes + start * step)
+        return content.view(place.dtype).view(shape)
+
+
+def fill(name: str, place: torch.Tensor, read: torch.Tensor | GroupedWeight) -> None:
+    """Copies what was read as a whole to its place. CheckpointError as for `check_dtype`."""
+    assert isinstance(read, torch.Tensor), "those in groups have no place"
+    check_dtype(name, read.dtype)
+    place.copy_(read)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """CheckpointError for numbers that are no weights, such as integers whose scales nobody knows."""
+    if dtype not in _NUMBERS:
+        held = str(dtype).removeprefix("torch.")
+        raise CheckpointError(f"tensor {named(name)} holds {held}; weights must be bfloat16, float16 or float32")
 
 
 def _are_same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from chairlift.config import DType, EngineConfig
@@ -20,7 +19,9 @@ from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import TorchForward, load_model, open_checkpoint, stored
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
+from chairlift.models.file_bytes import FileBytes
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
+from chairlift.models.safetensors_header import read_places
 from tests.models.support import read_config, write_config
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
@@ -97,10 +98,21 @@ def test_a_rank_has_its_share_and_reads_no_more_than_that(tmp_path: Path, monkey
             "lm_head": [159, 64],
         }
     )
-    read: list[tuple[str, int]] = []
-    monkeypatch.setattr(stored, "safe_open", lambda *given, **named: Watched(safe_open(*given, **named), read))
+    read: list[tuple[int, int]] = []
+
+    class Watched(FileBytes):
+        """A file that notes from where how many bytes are read."""
+
+        def read_into(self, place: torch.Tensor, offset: int) -> None:
+            read.append((offset, len(place)))
+            super().read_into(place, offset)
+
+    monkeypatch.setattr(stored, "FileBytes", Watched)
     on_ranks(2, lambda group: load_part(tmp_path, group) if group.rank else None)
-    sizes = {name.removeprefix("model.").removeprefix("layers.0."): size for name, size in read}
+    sizes: dict[str, int] = {}  # in elements of four bytes
+    for name, place in read_places(tmp_path / "model.safetensors").items():
+        within = [size for offset, size in read if place.offset <= offset < place.offset + place.num_bytes]
+        sizes[name.removeprefix("model.").removeprefix("layers.0.")] = sum(within) // 4
     assert sizes["embed_tokens.weight"] == 158 * 64
     assert sizes["self_attn.k_proj.weight"] == 16 * 64
     assert sizes["self_attn.o_proj.weight"] == 64 * 32
@@ -109,34 +121,6 @@ def test_a_rank_has_its_share_and_reads_no_more_than_that(tmp_path: Path, monkey
 
 def shapes_of(model: Decoder) -> dict[str, list[int]]:
     return {name.split(".")[-2]: list(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-class Watched:
-    """A safetensors file, or a slice of one tensor, that notes how much of each tensor is read."""
-
-    def __init__(self, watched: Any, read: list[tuple[str, int]], name: str = "") -> None:
-        self._watched, self._read, self._name = watched, read, name
-
-    def __enter__(self) -> "Watched":
-        self._watched.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._watched.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._watched, name)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.get_slice(name)[:]
-
-    def get_slice(self, name: str) -> "Watched":
-        return Watched(self._watched.get_slice(name), self._read, name)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._watched[index]
-        self._read.append((self._name, tensor.numel()))
-        return tensor
 
 
 def test_a_tensor_of_another_size_is_refused_by_every_rank(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import GroupFormat
@@ -53,27 +54,27 @@ def format_of(kind: Kind) -> GroupFormat | None:
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
-    """The tensor, in the file's own dtype or in groups. The file is mapped for as long as this takes."""
-    size = info.path.stat().st_size
-    mapped = torch.from_file(str(info.path), shared=False, size=size, dtype=torch.uint8)
-    written = mapped[info.offset : info.offset + info.num_bytes]
-    if info.kind in PLAIN:
-        return written.clone().view(PLAIN[info.kind]).view(info.shape)
-    return _read_groups(written.view(info.shape[0], -1), info)
+    """Reads the tensor, in the file's own dtype or in groups. CheckpointError if the file has become too short."""
+    with FileBytes(info.path) as file:
+        if info.kind in PLAIN:
+            return file.read(info.offset, info.num_bytes).view(PLAIN[info.kind]).view(info.shape)
+        return _read_groups(file, info)
 
 
-def _read_groups(rows: torch.Tensor, info: TensorInfo) -> GroupedWeight:
-    """uint8 `[out, bytes]`, some rows at a time."""
+def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
+    """Reads a matrix of blocks, some rows at a time."""
     blocks, block_bytes = _BLOCKS[info.kind], GGML_QUANT_SIZES[info.kind][1]
     num_outputs, num_inputs = info.shape
     values_of = torch.uint8 if blocks.num_bits == 4 else torch.int8
     values = torch.empty(num_outputs, num_inputs * blocks.num_bits // 8, dtype=values_of)
     scales = torch.empty(num_outputs, num_inputs // GROUP_SIZE, dtype=blocks.scale_dtype)
     offsets = torch.empty_like(scales) if blocks.has_offsets else None
-    step = max(1, _ELEMENTS_AT_ONCE // num_inputs)
+    step, row_bytes = max(1, _ELEMENTS_AT_ONCE // num_inputs), info.num_bytes // num_outputs
     for start in range(0, num_outputs, step):
-        some = slice(start, start + step)
-        groups = blocks.decode(rows[some].reshape(-1, block_bytes))
+        stop = min(start + step, num_outputs)
+        some = slice(start, stop)
+        written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
+        groups = blocks.decode(written.view(-1, block_bytes))
         values[some] = groups.values.reshape(-1, values.shape[1])
         scales[some] = groups.scales.view(-1, scales.shape[1])
         if offsets is not None and groups.offsets is not None:

@@ -19,7 +19,7 @@ from chairlift.models.families import FAMILIES
 from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
 from chairlift.models.gguf.header import GGUFFile
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.stored import StoredTensor
+from chairlift.models.stored import StoredTensor, fill
 
 _MAX_SIZE = 2**24  # limit of every size of a model
 _FULL, _SLIDING = sorted(LAYER_TYPES)
@@ -309,6 +309,10 @@ class GGUFWeights:
             assert isinstance(tensor, torch.Tensor), "vectors are plain"
             return tensor.float() - 1  # stored as what they multiply by
         return tensor
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """See `WeightReader`."""
+        fill(name, place, self.read(name))
 
     def _name_of(self, name: str) -> str:
         """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`; what is not known stays as it is."""

@@ -6,13 +6,12 @@ long as the header says.)
 """
 
 import math
-import mmap
 import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -23,6 +22,7 @@ _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER = 2**28  # bytes; a vocabulary of half a million tokens with its merges takes 30 MB
+_READ_AHEAD = 2**20  # bytes
 _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -101,11 +101,9 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> GGUFFile:
-    size = path.stat().st_size
-    if size < len(_MAGIC):
-        raise ValueError("it is truncated")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data)
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        cursor = _Cursor(file, size)
         if cursor.raw(len(_MAGIC)) != _MAGIC:
             raise ValueError(f"it does not begin with {_MAGIC.decode()}")
         (version,) = cursor.numbers("I")
@@ -162,17 +160,25 @@ def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) ->
 class _Cursor:
     """Reads a header from its beginning. ValueError where it would go beyond the end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._size = min(len(data), _MAX_HEADER)
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self._data = bytearray()  # of the file, as far as it was needed
         self.position = 0
 
     def raw(self, num_bytes: int) -> bytes:
         start = self.position
-        if num_bytes > self._size - start:
-            raise self._cut()
+        self._need(start + num_bytes)
         self.position += num_bytes
-        return self._data[start : self.position]
+        return bytes(self._data[start : self.position])
+
+    def _need(self, stop: int) -> None:
+        """Reads on if that byte is not there yet."""
+        if stop > min(self._size, _MAX_HEADER):
+            raise self._cut()
+        if stop > len(self._data):
+            self._data += self._file.read(max(stop - len(self._data), _READ_AHEAD))
+        if stop > len(self._data):
+            raise self._cut()
 
     def numbers(self, format: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{format}", self.raw(struct.calcsize(f"<{format}")))
@@ -187,17 +193,20 @@ class _Cursor:
 
     def _texts(self, count: int) -> Iterator[str]:
         """As `text` for each, in a third of the time: a vocabulary has hundreds of thousands."""
-        data, end, unpack = self._data, self._size - _LENGTH.size, _LENGTH.unpack_from
+        data, unpack = self._data, _LENGTH.unpack_from
         for _ in range(count):
             start = self.position + _LENGTH.size
-            if self.position > end or (stop := start + unpack(data, self.position)[0]) > self._size:
-                raise self._cut()
+            if start > len(data):
+                self._need(start)
+            stop = start + unpack(data, self.position)[0]
+            if stop > len(data):
+                self._need(stop)
             self.position = stop
             yield data[start:stop].decode()
 
     def _cut(self) -> ValueError:
-        is_whole = self._size == len(self._data)
-        return ValueError(f"it is {'truncated' if is_whole else 'too long'} in its header, at byte {self.position}")
+        is_long = self._size > _MAX_HEADER
+        return ValueError(f"it is {'too long' if is_long else 'truncated'} in its header, at byte {self.position}")
 
     def _scalar(self, name: str, kind: int) -> Any:
         return self.text() if kind == _STRING else self.numbers(_format(name, kind))[0]

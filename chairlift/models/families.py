@@ -11,8 +11,7 @@ from typing import Any
 
 import transformers
 
-from chairlift.config import DType
-from chairlift.errors import CheckpointError, named, shown
+from chairlift.errors import CheckpointError, shown
 from chairlift.models.blocks import (
     AS_LLAMA,
     Activation,
@@ -21,30 +20,36 @@ from chairlift.models.blocks import (
     DenseMLPBlock,
     Norms,
     QKNorm,
-    QueryGrowth,
     TensorNames,
 )
-from chairlift.models.claims import MAX_HEAD_DIM
+from chairlift.models.claims import MAX_LAYERS
 from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
-from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
-from chairlift.models.rope import check_rope_numbers, read_rope
-from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
+from chairlift.models.fields import (
+    check_scales,
+    check_sizes,
+    read_activation,
+    read_dtype,
+    read_granite_inner_size,
+    read_growth,
+    read_head_dim,
+    read_lfm2_inner_size,
+    read_plain_mlp,
+    read_ropes_by_type,
+    read_window,
+    refuse_unreadable,
+)
+from chairlift.models.mixers import (
+    read_gated_delta_net,
+    read_gated_short_conv,
+    read_mamba2_of_falcon,
+    read_mamba2_of_granite,
+    read_mamba2_of_nemotron,
+)
+from chairlift.models.rope import read_rope
+from chairlift.models.rotary import RopeConfig
 from chairlift.models.towers import NOT_TEXT, TOWERS, find_text_model, without_sections
 
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "gelu_new": Activation.GELU_TANH,
-}
 _FULL, _SLIDING = sorted(LAYER_TYPES)
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SCALES = (
-    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-)
-_LARGEST_SCALE = 1e38  # about what float32 represents
-_REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
 Differences = dict[str, Any]
 
@@ -62,13 +67,15 @@ class Family:
     is_partly_rotated: bool = False  # rope turns the share of a head that partial_rotary_factor says
     ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
     mixers: Mapping[str, Callable[[Any], Block]] = field(default_factory=dict)  # by layer type, instead of attention
+    beside: Callable[[Any], Block] | None = None  # what stands beside attention in every layer
+    has_mlps: bool = True  # each layer has one after its mixer
     names: TensorNames = AS_LLAMA
 
 
 _MODEL: Differences = {"rms_norm_eps": attrgetter("rms_norm_eps")}
 _MLP: Differences = {
     "intermediate_size": attrgetter("intermediate_size"),
-    "activation": lambda config: _read_activation(config),
+    "activation": read_activation,
 }
 _ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
 _MLP_BIAS = {"has_bias": attrgetter("mlp_bias")}
@@ -87,9 +94,7 @@ _GEMMA = {
 FAMILIES = {
     "LlamaForCausalLM": Family("LlamaConfig", _ATTENTION_BIAS, _MLP_BIAS),
     "MistralForCausalLM": Family("MistralConfig", has_windows=True),
-    "Ministral3ForCausalLM": Family(
-        "Ministral3Config", {"growth": lambda config: _read_growth(config.rope_parameters)}, has_windows=True
-    ),
+    "Ministral3ForCausalLM": Family("Ministral3Config", {"growth": read_growth}, has_windows=True),
     "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
     "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
     "SmolLM3ForCausalLM": Family(
@@ -119,7 +124,7 @@ FAMILIES = {
         {**_GEMMA_ATTENTION, "qk_norm": QKNorm.HEAD},
         model=_GEMMA,
         has_windows=True,
-        ropes=lambda config: _ropes_by_type(config),
+        ropes=read_ropes_by_type,
     ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3_5TextConfig",
@@ -133,7 +138,7 @@ FAMILIES = {
     "Lfm2ForCausalLM": Family(
         "Lfm2Config",
         {"qk_norm": QKNorm.HEAD},
-        {"activation": Activation.SILU, "intermediate_size": lambda config: _lfm2_inner_size(config)},
+        {"activation": Activation.SILU, "intermediate_size": read_lfm2_inner_size},
         {"rms_norm_eps": attrgetter("norm_eps")},
         mixers={"conv": read_gated_short_conv},
         names=TensorNames(
@@ -148,6 +153,60 @@ FAMILIES = {
                 ("mlp.up_proj", "feed_forward.w3"),
                 ("mlp.down_proj", "feed_forward.w2"),
             )
+        ),
+    ),
+    "NemotronHForCausalLM": Family(
+        "NemotronHConfig",
+        model={"rms_norm_eps": attrgetter("layer_norm_epsilon")},
+        ropes=lambda config: [None] * config.num_hidden_layers,
+        mixers={"linear_attention": read_mamba2_of_nemotron, "mlp": read_plain_mlp},
+        has_mlps=False,
+        names=TensorNames(
+            (
+                ("embed_tokens", "embeddings"),
+                ("norm", "norm_f"),
+                ("input_layernorm", "norm"),
+                ("post_attention_layernorm", "norm"),
+                ("mamba.", "mixer."),
+                ("self_attn.", "mixer."),
+                ("mlp.", "mixer."),
+            ),
+            body="backbone.",
+        ),
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "GraniteMoeHybridConfig",
+        {**_ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")},
+        {"intermediate_size": read_granite_inner_size, "is_fused": True},
+        _MULTIPLIERS,
+        ropes=lambda config: (
+            [config.rope_parameters if config.position_embedding_type == "rope" else None] * config.num_hidden_layers
+        ),
+        mixers={"linear_attention": read_mamba2_of_granite},
+        names=TensorNames(
+            (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
+        ),
+    ),
+    "FalconH1ForCausalLM": Family(
+        "FalconH1Config",
+        {
+            **_ATTENTION_BIAS,
+            "scale": lambda config: config.key_multiplier * read_head_dim(config) ** -0.5,
+            "input_scale": attrgetter("attention_in_multiplier"),
+            "output_scale": attrgetter("attention_out_multiplier"),
+        },
+        {
+            **_MLP_BIAS,
+            "gate_scale": lambda config: config.mlp_multipliers[0],
+            "output_scale": lambda config: config.mlp_multipliers[1],
+        },
+        {
+            "embedding_scale": attrgetter("embedding_multiplier"),
+            "logits_divisor": lambda config: 1 / config.lm_head_multiplier,
+        },
+        beside=read_mamba2_of_falcon,
+        names=TensorNames(
+            (("norm", "final_layernorm"), ("post_attention_layernorm", "pre_ff_layernorm"), ("mlp.", "feed_forward."))
         ),
     ),
     "SeedOssForCausalLM": Family(
@@ -185,16 +244,13 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     family = FAMILIES[architecture]
     refuse_unreadable(raw)
     config: Any = getattr(transformers, family.config).from_dict(raw)
-    _check_sizes(config)
-    _check_scales(config)
+    check_sizes(config)
+    check_scales(config)
+    if config.num_hidden_layers > MAX_LAYERS:  # a list of layers, which is no number in the file
+        raise CheckpointError(f"it has {config.num_hidden_layers} layers, and {MAX_LAYERS} are the most")
     # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
     config.standardize_rope_params()
-    head_dim: int | None = getattr(config, "head_dim", None)
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
-    if head_dim > MAX_HEAD_DIM:
-        raise CheckpointError(f"its heads have {head_dim} elements, and {MAX_HEAD_DIM} are the most")
-    layers = _read_layers(family, config, head_dim)
+    layers = _read_layers(family, config)
     ropes = [block.rope for layer in layers for block in layer if isinstance(block, AttentionBlock) and block.rope]
     return ModelConfig(
         architecture=architecture,
@@ -209,8 +265,8 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _read_layers(family: Family, config: Any, head_dim: int) -> tuple[Layer, ...]:
-    kinds = _read_layer_types(family, config)
+def _read_layers(family: Family, config: Any) -> tuple[Layer, ...]:
+    kinds, head_dim = _read_layer_types(family, config), read_head_dim(config)
     has_window = _SLIDING in kinds and getattr(config, "use_sliding_window", True)
     window = read_window(config.sliding_window) if has_window else None
     attention = {
@@ -221,46 +277,18 @@ def _read_layers(family: Family, config: Any, head_dim: int) -> tuple[Layer, ...
         **_resolve(family.attention, config),
     }
     mixers = {kind: read(config) for kind, read in family.mixers.items() if kind in kinds}
-    mlp = DenseMLPBlock(**_resolve(_MLP | family.mlp, config))
+    beside = () if family.beside is None else (family.beside(config),)
+    after = (DenseMLPBlock(**_resolve(_MLP | family.mlp, config)),) if family.has_mlps else ()
     layers: list[Layer] = []
     for kind, rope in zip(kinds, _read_ropes(family, config, head_dim), strict=True):
         seen = window if kind == _SLIDING else None
         mixer = mixers[kind] if kind in mixers else AttentionBlock(rope=rope, window=seen, **attention)
-        layers.append((mixer, mlp))
+        layers.append((*beside, mixer, *after))
     return tuple(layers)
 
 
 def _resolve(differences: Differences, config: Any) -> dict[str, Any]:
     return {name: value(config) if callable(value) else value for name, value in differences.items()}
-
-
-def _read_growth(rope: dict[str, Any]) -> QueryGrowth | None:
-    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    if beta is None:
-        return None
-    check_rope_numbers({"factor": beta, "original_max_position_embeddings": length})
-    if length is None:
-        raise CheckpointError("llama_4_scaling_beta of its rope needs original_max_position_embeddings")
-    return QueryGrowth(beta, length)
-
-
-def _lfm2_inner_size(config: Any) -> int:
-    """The inner features of its MLPs: two thirds of what the config says, scaled, and rounded up."""
-    size: int = config.intermediate_size
-    if not config.block_auto_adjust_ff_dim:
-        return size
-    multiplier, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
-    size = int((1 if multiplier is None else multiplier) * int(2 * size / 3))
-    return size if multiplier is None else multiple * -(-size // multiple)
-
-
-def _ropes_by_type(config: Any) -> list[Any]:
-    by_type = {kind: config.rope_parameters.get(kind) for kind in config.layer_types}
-    if without := sorted(kind for kind, rope in by_type.items() if not isinstance(rope, dict)):
-        raise CheckpointError(f"rope_parameters has none for layers of type {named(without[0])}")
-    for rope in by_type.values():
-        rope.pop("truncate", None)  # transformers looks for it beside the types, where it is not
-    return [by_type[kind] for kind in config.layer_types]
 
 
 def _read_ropes(family: Family, config: Any, head_dim: int) -> list[RopeConfig | None]:
@@ -292,49 +320,3 @@ def _read_layer_types(family: Family, config: Any) -> list[str]:
             f"it has types for {len(kinds)} layers, and num_hidden_layers is {config.num_hidden_layers}"
         )
     return kinds
-
-
-def read_window(window: object) -> int | None:
-    """Checks how many keys a query may see; None: all. CheckpointError for what is no such number."""
-    if window is not None and not (type(window) is int and 1 <= window <= MAX_POSITIONS):
-        raise CheckpointError(f"sliding_window must be a whole number from 1 to {MAX_POSITIONS}, not {shown(window)}")
-    return window
-
-
-def refuse_unreadable(raw: dict[str, Any]) -> None:
-    """CheckpointError for fields that would silently change results."""
-    for name in _REFUSED_FIELDS:
-        if raw.get(name):
-            raise CheckpointError(f"{name} is not supported")
-
-
-def _check_sizes(config: Any) -> None:
-    for name in (*_SIZES, "max_position_embeddings", "head_dim"):
-        size = getattr(config, name, None)
-        if size is not None and size < 1:
-            raise CheckpointError(f"{name} must be at least 1, not {size}")
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")
-
-
-def _check_scales(config: Any) -> None:
-    for name in _SCALES:
-        scale = getattr(config, name, None)
-        if scale is not None and not (type(scale) in (int, float) and 0 < scale < _LARGEST_SCALE):
-            raise CheckpointError(f"{name} must be a positive number, not {shown(scale)}")
-
-
-def _read_activation(config: Any) -> Activation:
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(f"activation {shown(name)} is not supported, only {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def read_dtype(config: Any) -> DType:
-    """The number format of the weights. CheckpointError for one that cannot be computed in."""
-    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if name not in tuple(DType):
-        raise CheckpointError(f"dtype {named(name)} is not supported, only {', '.join(DType)}")
-    return DType(name)

@@ -17,7 +17,7 @@ from chairlift.models.adapter import ATTENTION, AdaptedDecoder
 from chairlift.models.blocks import AttentionBlock
 from chairlift.models.claims import has_own_head
 from chairlift.models.config import LAYER_TYPES, AdaptedConfig
-from chairlift.models.families import read_dtype, read_window, refuse_unreadable
+from chairlift.models.fields import read_dtype, read_window, refuse_unreadable
 from chairlift.models.rope import check_rope_numbers
 from chairlift.models.stored import SafetensorsWeights
 

@@ -50,7 +50,10 @@ UNSUPPORTED = "'s layers of type {} are not supported"
     [
         ("Mamba", {}, "layers of type linear_attention are not supported"),
         ("Jamba", {}, "JambaForCausalLM"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM" + UNSUPPORTED.format("conv")),
+        (
+            *("Lfm2Moe", {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention", "conv"]}),
+            "Lfm2MoeForCausalLM" + UNSUPPORTED.format("conv"),
+        ),
         (
             *("Qwen3Next", {"model_type": "qwen3_next", "num_hidden_layers": 4}),
             "Qwen3NextForCausalLM" + UNSUPPORTED.format("linear_attention"),

@@ -13,7 +13,7 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.layout import StateParams
 from chairlift.cache.states import SlotStates
-from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Pass
+from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block, Pass
 from chairlift.models.layers import RMSNorm
 from chairlift.models.recurrence import (
     Recur,
@@ -31,7 +31,8 @@ from tests.support.forward_bench import MAX_TENTATIVE
 NUM_SLOTS, LENGTH = 6, 70
 DELTA_NET = GatedDeltaNetBlock(num_key_heads=2, num_value_heads=4, key_dim=9, value_dim=6, kernel_size=4, norm_eps=1e-6)
 SHORT_CONV = GatedShortConvBlock(num_features=21, kernel_size=3, has_bias=True)
-BLOCKS: dict[str, Block] = {"gated delta net": DELTA_NET, "gated short conv": SHORT_CONV}
+MAMBA = Mamba2Block(num_heads=4, head_dim=5, num_groups=2, state_size=7, kernel_size=3, norm_eps=1e-6)
+BLOCKS: dict[str, Block] = {"gated delta net": DELTA_NET, "gated short conv": SHORT_CONV, "mamba 2": MAMBA}
 HIDDEN = 21
 KEYS = KVCacheParams(torch.float32, 1, 2)
 

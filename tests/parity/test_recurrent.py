@@ -25,6 +25,31 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 24,
 }
 
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+}
+
 # A name begins with the model type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 32, **DELTA_NET},
@@ -37,6 +62,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": True},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+    "nemotron_h, biases": {
+        "layers_block_type": ["full_attention", "linear_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "head_dim": 32,
+        "use_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": {
+        **GRANITE,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_proj_bias": True,
+        "mamba_n_heads": 8,
+    },
+    "granitemoehybrid, rope": {
+        **GRANITE,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "logits_scaling": 4.0,
+    },
+    "falcon_h1": {**FALCON},
+    "falcon_h1, normed": {**FALCON, "mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True},
+    "falcon_h1, normed after its gate": {
+        **FALCON,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_n_groups": 2,
+        "projectors_bias": True,
+    },
     "lfm2, biases": {
         "layer_types": ["conv", "full_attention", "conv"],
         "conv_bias": True,
@@ -92,10 +161,11 @@ def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(dire
 
 
 def test_native_code_says_which_block_it_lacks(directory: Path) -> None:
-    for family, lacking in (("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "gated short convolutions")):
+    families = {"qwen3_5_text": "linear_attn, self_attn", "nemotron_h, biases": "mamba, mlp"}
+    for family, lacking in families.items():
         config = open_checkpoint(str(checkpoint(directory, family)[0])).config
         obstacle = find_obstacle(AttentionBackend.CPU, config, DType.FLOAT32, "cpu")
-        assert obstacle == f"its kernels have no {lacking} yet"
+        assert obstacle == f"it has no code for blocks like {lacking}"
 
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
@@ -109,6 +179,13 @@ LAYERS = ["linear_attention", "full_attention", "linear_attention"]
         ("qwen3_5_text", {"linear_key_head_dim": 0}, "linear_key_head_dim must be at least 1, not 0"),
         ("qwen3_5_text", {"linear_key_head_dim": 8}, r"in_proj_qkv.weight has shape \[160, 64\]; .* \[128, 64\]"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 5}, r"conv1d.weight has shape \[160, 1, 4\]; .* \[160, 1, 5\]"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "moe"]}, "layer type 'moe' is not supported"),
+        ("nemotron_h", {"layers_block_type": ["mlp"] * 2000}, "it has 2000 layers, and 1024 are the most"),
+        ("nemotron_h", {"n_groups": 4}, "6 Mamba heads do not make 4 groups of one size"),
+        ("nemotron_h", {"mlp_hidden_act": "gelu"}, "activation 'gelu' is not supported without a gate, only relu2"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "4 experts are not supported"),
+        ("granitemoehybrid", {"mamba_d_state": 8}, r"in_proj.weight has shape \[288, 64\]; .* \[280, 64\]"),
+        ("falcon_h1", {"time_step_limit": [0.3, 0.1]}, "time_step_limit must be two rising numbers from 0 on"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
         ("lfm2", {"layer_types": ["conv", "sliding_attention", "full_attention"]}, "layer.*sliding_attention"),
     ],

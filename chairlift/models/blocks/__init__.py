@@ -18,6 +18,7 @@ from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
 from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
+from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
 from chairlift.models.blocks.names import AS_LLAMA, TensorNames
 
 __all__ = [
@@ -34,11 +35,13 @@ __all__ = [
     "GatedDeltaNetBlock",
     "GatedMLP",
     "GatedShortConvBlock",
+    "Mamba2Block",
     "Norms",
     "PackedSublayer",
     "Packer",
     "Part",
     "Pass",
+    "ProjectionScales",
     "QKNorm",
     "QueryGrowth",
     "Residual",

@@ -56,12 +56,15 @@ class AttentionBlock:
     has_output_bias: bool = False
     has_output_gate: bool = False  # q_proj gives, head by head, the query and a gate of what the head attends to
     growth: QueryGrowth | None = None  # None: queries are as they are
+    input_scale: float = 1.0
+    output_scale: float = 1.0
     is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no output gates, and no queries that grow."""
-        return None if self.has_output_gate or self.growth is not None else "attention"
+        """Names its structure in native code, which has no output gates, no queries that grow, and no factors."""
+        has_factors = self.growth is not None or self.input_scale != 1.0 or self.output_scale != 1.0
+        return None if self.has_output_gate or has_factors else "attention"
 
     @property
     def table(self) -> RopeTable | None:
@@ -133,6 +136,8 @@ class SelfAttention(BlockModule):
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; appends the tokens' keys and values to the slots."""
+        if self.block.input_scale != 1.0:
+            x = x * self.block.input_scale
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D], or gates after queries
         gate = None
         if self.block.has_output_gate:
@@ -154,7 +159,7 @@ class SelfAttention(BlockModule):
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         projected: torch.Tensor = self.o_proj(attended.flatten(1))
-        return projected
+        return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
 
     def pack(self, packer: Packer) -> dict[str, object]:
         block, place = self.block, packer.place(self.layer_idx)

@@ -1,4 +1,4 @@
-"""The block of a dense MLP, whose gate and up are one product. A slot keeps nothing of it."""
+"""The block of a dense MLP. Gate and up are one product, if it has a gate. A slot keeps nothing of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +15,11 @@ from chairlift.models.layers import Linear, RMSNorm, pad_rows
 
 
 class Activation(StrEnum):
-    """The activation of the MLP's gate."""
+    """The activation of the MLP's gate; without one, of its inner features."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    RELU_SQUARED = "relu2"  # without a gate only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,25 +28,37 @@ class DenseMLPBlock:
 
     name: ClassVar[str] = "mlp"
     role: ClassVar[str] = "mlp"
-    native: ClassVar[str | None] = "dense_mlp"
 
     intermediate_size: int
     activation: Activation = Activation.SILU
     has_bias: bool = False
     is_fused: bool = False  # checkpoints hold gate_up_proj, not its parts
+    is_gated: bool = True
+    gate_scale: float = 1.0  # of what the activation gets
+    output_scale: float = 1.0
 
-    def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> "GatedMLP":  # noqa: ARG002
-        return GatedMLP(self, hidden_size)
+    @property
+    def native(self) -> str | None:
+        """Names its structure in native code, which has gates only, and no factors."""
+        return "dense_mlp" if self.is_gated and self.gate_scale == self.output_scale == 1.0 else None
+
+    def make(
+        self,
+        layer_idx: int,  # noqa: ARG002
+        hidden_size: int,
+        make_norm: Callable[[int], RMSNorm],  # noqa: ARG002
+    ) -> "GatedMLP | PlainMLP":
+        return GatedMLP(self, hidden_size) if self.is_gated else PlainMLP(self, hidden_size)
 
     def weights(self) -> tuple[Weight, ...]:
         inner = Units(self.intermediate_size)
+        down = Weight("down_proj", (Part("down_proj", "ffn_down", (inner,)),), Cut.COLUMNS)
+        if not self.is_gated:
+            return Weight("up_proj", (Part("up_proj", "ffn_up", (inner,)),), Cut.ROWS), down
         parts: tuple[Part, ...] = Part("gate_proj", "ffn_gate", (inner,)), Part("up_proj", "ffn_up", (inner,))
         if self.is_fused:
             parts = (Part("gate_up_proj", "ffn_up", (inner, inner)),)
-        return (
-            Weight("gate_up_proj", parts, Cut.ROWS),
-            Weight("down_proj", (Part("down_proj", "ffn_down", (inner,)),), Cut.COLUMNS),
-        )
+        return Weight("gate_up_proj", parts, Cut.ROWS), down
 
     def divide(self, num_ranks: int) -> Self:
         return replace(self, intermediate_size=self.intermediate_size // num_ranks)
@@ -70,12 +83,17 @@ class GatedMLP(BlockModule):
         self.block = block
         self.gate_up_proj = Linear(hidden_size, 2 * block.intermediate_size, bias=block.has_bias)
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
-        self._multiply = _silu_mul if block.activation is Activation.SILU else _gelu_tanh_mul
+        self._multiply = _MULTIPLY[block.activation]
+        self._gate_scale, self._output_scale = block.gate_scale, block.output_scale
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
         """`[T, hidden] -> [T, hidden]`"""
-        projected: torch.Tensor = self.down_proj(self._multiply(self.gate_up_proj(x)))
-        return projected
+        gate_up = self.gate_up_proj(x)
+        if self._gate_scale != 1.0:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gate_up = torch.cat((gate * self._gate_scale, up), dim=-1)
+        projected: torch.Tensor = self.down_proj(self._multiply(gate_up))
+        return projected if self._output_scale == 1.0 else projected * self._output_scale
 
     def pack(self, packer: Packer) -> dict[str, object]:
         return {
@@ -84,6 +102,24 @@ class GatedMLP(BlockModule):
             "intermediate": self.block.intermediate_size,
             "is_gelu": self.block.activation is Activation.GELU_TANH,
         }
+
+
+class PlainMLP(BlockModule):
+    """down(act(up(x)))"""
+
+    def __init__(self, block: DenseMLPBlock, hidden_size: int) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, block.intermediate_size, bias=block.has_bias)
+        self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
+        self._activate = _ACTIVATE[block.activation]
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
+        """`[T, hidden] -> [T, hidden]`"""
+        projected: torch.Tensor = self.down_proj(self._activate(self.up_proj(x)))
+        return projected
+
+    def pack(self, packer: Packer) -> dict[str, object]:
+        raise NotImplementedError("there is no native code for it")
 
 
 def interleave(tensor: torch.Tensor, lanes: int) -> torch.Tensor:
@@ -104,3 +140,11 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`[T, 2 N] -> [T, N]`"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+_MULTIPLY = {Activation.SILU: _silu_mul, Activation.GELU_TANH: _gelu_tanh_mul}
+_ACTIVATE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
+}

@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from chairlift.models.blocks.block import Weight
 
 _BODY, _HEAD = "model.", "lm_head"
-_TOWERS = (("model.language_model.", "lm_head"), ("language_model.model.", "language_model.lm_head"))
+_BODIES = (  # and the head's name beside each
+    (_BODY, _HEAD),
+    ("model.language_model.", _HEAD),
+    ("language_model.model.", f"language_model.{_HEAD}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,10 @@ class TensorNames:
         return replace(weight, parts=tuple(replace(part, name=self.head) for part in weight.parts))
 
     def found_in(self, names: Iterable[str]) -> "TensorNames":
-        """The same for a checkpoint that holds a text model as a part of another, if it does so."""
+        """The same with the body's name in a checkpoint, which may hold a text model as a part of another."""
         given = set(names)
-        towers = (replace(self, body=body, head=head) for body, head in ((self.body, self.head), *_TOWERS))
-        return next((each for each in towers if each.embedding in given), self)
+        spelled = (replace(self, body=body, head=head) for body, head in ((self.body, self.head), *_BODIES))
+        return next((each for each in spelled if each.embedding in given), self)
 
     def is_skipped(self, name: str) -> bool:
         """True for a tensor that the text model does without."""

@@ -176,7 +176,7 @@ class States(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.run()
+        self.engine.run(20_000)
         for name, request in self.engine.requests.items():
             prompt = request.token_ids[: request.num_prompt_tokens]
             answer = request.token_ids[request.num_prompt_tokens :]

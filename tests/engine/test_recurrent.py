@@ -1,0 +1,194 @@
+"""Models with recurrent states in a real engine: the same bits whatever is reused, guessed, late or preempted."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM
+from chairlift.config import SpeculationMethod
+from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
+from tests.engine.support import END_TOKEN, GREEDY, VOCAB_SIZE, core_of, state_of, tokens_of
+from tests.engine.test_late_masks import Lateness
+from tests.engine.tokenizers_made import make_byte_tokenizer
+from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.engines import HOOKED, ahead, make_core
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+}
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "eos_token_id": END_TOKEN,
+    "max_position_embeddings": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "batch_invariant": True,
+    "max_batch_size": 3,
+    "max_num_batched_tokens": 48,
+    "kv_cache_memory_bytes": 2**22,
+    "max_steps_per_launch": 1,
+}
+(SYSTEM,) = random_prompts(5, [120], 250)
+TAILS = random_prompts(6, [1, 9, 30, 4, 17, 2], 250)
+PROMPTS = [SYSTEM + tail for tail in TAILS] + [SYSTEM[:70] + tail for tail in TAILS[:3]]
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "several choices": {"n": 3, "temperature": 1.0, "seed": 8},
+    "penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    "scored": {"prompt_logprobs": 1},
+    "a grammar": {"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+")},
+}
+PARAMS = [
+    GREEDY.model_copy(update={"logprobs": 2, **case}) for case, _ in zip(cycle(CASES.values()), PROMPTS, strict=False)
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a checkpoint."""
+    directory = tmp_path_factory.mktemp("recurrent")
+    make_checkpoint(directory, seed=3, model_type=request.param, **TINY, **SHAPES[request.param])
+    make_byte_tokenizer(directory)
+    return str(directory)
+
+
+def make(model: str, num_ahead: int = 0, **config: Any) -> LLM:
+    return LLM.of(make_core(model, ahead(num_ahead) if num_ahead else HOOKED, **{**SETTINGS, **config}))
+
+
+@pytest.fixture(scope="module")
+def forgetful(model: str) -> Iterator[LLM]:
+    """An engine that reuses nothing."""
+    with make(model, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def cached(outputs: list[RequestOutput]) -> list[int]:
+    return [output.num_cached_tokens for output in outputs]
+
+
+def parts_of(outputs: list[RequestOutput]) -> list[Any]:
+    """What is generated, with its log-probabilities bit for bit; how many tokens were guessed is no part of it."""
+    choices = [
+        [replace(choice, num_accepted_tokens=0, num_rejected_tokens=0) for choice in output.outputs]
+        for output in outputs
+    ]
+    return [choices, [output.prompt_logprobs for output in outputs]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_ahead": 1, "max_steps_per_launch": 4},
+        {"state_snapshot_bytes": 0},
+        {"speculation": SpeculationMethod.NGRAM, "num_speculative_tokens": 5},
+        {"kv_cache_memory_bytes": 200_000, "max_seq_len": 256},  # prompts wait for memory, and rows are preempted
+    ],
+    ids=["plain", "ahead", "no room for states", "guessing", "little memory"],
+)
+def test_answers_are_those_of_an_engine_that_reuses_nothing(model: str, forgetful: LLM, config: dict[str, Any]) -> None:
+    with make(model, **config) as llm:
+        expected = parts_of(forgetful.generate(PROMPTS, PARAMS))
+        assert parts_of(llm.generate(PROMPTS, PARAMS)) == expected
+        again = llm.generate(PROMPTS, PARAMS)
+        assert parts_of(again) == expected
+        assert sum(cached(again)) > 200
+        core_of(llm).check()
+
+
+def test_a_row_whose_mask_is_late_goes_on_with_the_right_state(
+    model: str, forgetful: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = PROMPTS[:4], [PARAMS[4], PARAMS[0], PARAMS[4], PARAMS[4]]
+    expected = parts_of(forgetful.generate(prompts, params))
+    with make(model) as llm:
+        lateness = Lateness(monkeypatch)
+        lateness.begin()
+        assert parts_of(llm.generate(prompts, params)) == expected
+        assert lateness.num_late > 5
+
+
+def test_a_common_beginning_of_any_length_is_cached_from_the_third_request_on(model: str, forgetful: LLM) -> None:
+    with make(model) as llm:
+        for length in (64, 120):
+            prompts = [[length, *SYSTEM[1:length], *tail] for tail in TAILS[:4]]
+            outputs = [llm.generate([prompt], PARAMS[0])[0] for prompt in prompts]
+            assert parts_of(outputs) == parts_of(forgetful.generate(prompts, PARAMS[0]))
+            assert all(number >= 0.9 * length for number in cached(outputs)[2:])
+
+
+def test_the_next_turn_finds_all_but_what_is_new(model: str, forgetful: LLM) -> None:
+    with make(model) as llm:
+        prompt = PROMPTS[1]
+        (output,) = llm.generate([prompt], GREEDY)
+        for _ in range(2):
+            prompt = [*prompt, *tokens_of([output])[0], 7, 8, 9]
+            (output,) = llm.generate([prompt], GREEDY)
+            assert output.num_cached_tokens == len(prompt) - 4  # the answer's last token was not computed
+            assert parts_of([output]) == parts_of(forgetful.generate([prompt], GREEDY))
+
+
+def test_a_preempted_request_goes_on_with_its_state(model: str, forgetful: LLM) -> None:
+    long = GREEDY.model_copy(update={"max_tokens": 30})
+    expected = tokens_of(forgetful.generate(PROMPTS[:2], long))
+    with make(model, max_batch_size=1, preempt_after=2) as llm:
+        core = core_of(llm)
+        low, high = (
+            llm.inputs.prepare(name, prompt, long, options=RequestOptions(priority=priority)).requests[0]
+            for name, prompt, priority in (("low", PROMPTS[0], 1), ("high", PROMPTS[1], 0))
+        )
+        core.add(low)
+        state = state_of(core, low)
+        while state.num_output_tokens < 6:
+            core.step()
+        core.add(high)
+        other = state_of(core, high)
+        while core.has_work:
+            core.step()
+        core.check()
+    assert state.num_preemptions == 1
+    assert [each.token_ids[each.num_prompt_tokens :] for each in (state, other)] == expected
+
+
+def test_all_rows_of_a_step_without_memory_end_and_the_next_ones_do_not(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(model) as llm:
+        (expected,) = tokens_of(llm.generate([PROMPTS[0]], GREEDY))
+        forward = core_of(llm).executor.runner._forward
+        hidden, num_steps = forward.hidden, 0
+
+        def hidden_if_it_fits(*args: Any) -> torch.Tensor:
+            nonlocal num_steps
+            num_steps += 1
+            result = hidden(*args)
+            if num_steps == 6:
+                raise torch.OutOfMemoryError("out of memory")
+            return result
+
+        monkeypatch.setattr(forward, "hidden", hidden_if_it_fits)
+        outputs = llm.generate([[9, *PROMPTS[1]], [8, *PROMPTS[2]]], GREEDY)
+        assert all(output.outputs[0].error is not None for output in outputs)
+        assert tokens_of(llm.generate([PROMPTS[0]], GREEDY)) == [expected]
+        core_of(llm).check()

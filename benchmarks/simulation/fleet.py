@@ -14,20 +14,18 @@ from itertools import count
 from math import inf
 
 import numpy as np
-from harness import begin, num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
-from chairlift.plan import RowResult, StepPlan
 from chairlift.routing import PrefixRouter, name_blocks
 from chairlift.scheduler import Policy, Scheduler, TokenEvent
 from simulation.costs import CostModel
 from simulation.figures import Spread
 from simulation.requests import Records, SimulatedRequest
-from simulation.simulation import Agenda, Clock, Machine, Setting, shape_of
+from simulation.simulation import Agenda, Clock, Machine, Setting
+from simulation.steps import SimulatedStep
 from simulation.workload import Conversation, Workload, opening
 
 _BLOCK_TOKENS = 32
-_UNFINISHED = RowResult()
 _SETTING = Setting("fleet", Policy())
 
 Loads = Mapping[int, int]
@@ -171,19 +169,15 @@ class Fleet:
         replica.is_stepping = replica.scheduler.has_work
         if not replica.is_stepping:
             return
-        plan = begin(replica.scheduler, replica.slots, replica.scheduler.schedule())
-        num_copied = num_copied_in(plan)
-        seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
-        self._busy[number] += seconds
-        results = [
-            replica.requests[row.key.tag].say(plan.num_steps) if row.is_sampled else _UNFINISHED for row in plan.rows
-        ]
-        self._agenda.plan(self._clock.now + seconds, partial(self._end_step, number, replica, plan, results))
+        plan = replica.scheduler.schedule()
+        step = SimulatedStep.begin(replica.scheduler, replica.slots, plan, replica.requests, self._cost)
+        self._busy[number] += step.seconds
+        self._agenda.plan(self._clock.now + step.seconds, partial(self._end_step, number, replica, step))
 
-    def _end_step(self, number: int, replica: _Replica, plan: StepPlan, results: list[RowResult]) -> None:
+    def _end_step(self, number: int, replica: _Replica, step: SimulatedStep) -> None:
         if self._replicas.get(number) is not replica:  # it died meanwhile
             return
-        for event in replica.scheduler.update(plan, results):
+        for event in replica.scheduler.update(step.plan, step.results):
             if event.finish_reason is not None:
                 self._take_end(replica, event)
         self._step(number, replica)

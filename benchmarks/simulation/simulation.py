@@ -11,19 +11,15 @@ from functools import lru_cache, partial
 from itertools import count
 from math import inf
 
-from harness import begin, num_copied_in
-
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
-from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Policy, RequestState, Scheduler, TokenEvent
-from simulation.costs import CostModel, StepShape
+from simulation.costs import CostModel
 from simulation.meter import Meter, Watch
 from simulation.requests import Fate, SimulatedRequest
+from simulation.steps import SimulatedStep
 from simulation.workload import Conversation, Turn, Workload, opening
-
-_UNFINISHED = RowResult()
 
 
 class Clock:
@@ -208,18 +204,11 @@ class Simulation:
         plan = self._scheduler.schedule()
         self._watch.look_at(plan)
         self._note_admissions()
-        plan = begin(self._scheduler, self._slots, plan)
-        requests = [self._requests[row.key.tag] for row in plan.rows]
-        num_copied = num_copied_in(plan)
-        seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
+        step = SimulatedStep.begin(self._scheduler, self._slots, plan, self._requests, self._cost)
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
-        self._meter.note_step(plan, requests, seconds, num_backlogged, num_copied, self._clock.now)
-        results = [
-            simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED
-            for row, simulated in zip(plan.rows, requests, strict=True)
-        ]
-        self._agenda.pass_time(self._clock.now + seconds)
-        for event in self._scheduler.update(plan, results):
+        self._meter.note_step(step.plan, step.requests, step.seconds, num_backlogged, step.num_copied, self._clock.now)
+        self._agenda.pass_time(self._clock.now + step.seconds)
+        for event in self._scheduler.update(step.plan, step.results):
             self._take(event)
         self._watch.look_after()
 
@@ -287,13 +276,3 @@ class Simulation:
         if following < len(conversation.turns):
             submit = partial(self._submit, conversation, following, simulated.state.token_ids)
             self._agenda.plan(self._clock.now + conversation.turns[following].pause, submit)
-
-
-def shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
-    """What the plan asks of the model."""
-    return StepShape(
-        num_prompt_tokens=sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :]),
-        num_decode_rows=plan.num_decode_rows,
-        num_context_tokens=sum(row.start for row in plan.rows[: plan.num_decode_rows]),
-        num_copied_tokens=num_copied_tokens,
-    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from chairlift import EngineConfig, SamplingParams
+from chairlift import SamplingParams
 from chairlift.device import Arrival
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.machine import steps_that_fit
@@ -23,7 +23,7 @@ from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Request
 from tests.engine.support import ENGINE, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm
 from tests.engine.test_poison import greedy
-from tests.support.engines import ahead, hooked
+from tests.support.engines import ahead, hooked, make_core
 
 AGAIN = RepetitionDetection(max_pattern_size=3, min_count=2)
 CASES: dict[str, dict[str, Any]] = {
@@ -131,8 +131,8 @@ class HostCopies(TorchFunctionMode):
 
 @pytest.fixture
 def core(tiny: str) -> Iterator[EngineCore]:
-    settings = {"max_batch_size": 4, "max_num_batched_tokens": 8, "max_steps_per_launch": 4}
-    core = EngineCore(EngineConfig(model=tiny, **settings, **ENGINE))
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 8, "max_steps_per_launch": 4}
+    core = make_core(tiny, **settings, **ENGINE)
     yield core
     core.check()
 
@@ -143,13 +143,22 @@ def add(core: EngineCore, name: str, num_prompt_tokens: int) -> None:
 
 
 def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:
-    """One step by hand, to see what is between plan and events."""
-    plan = core.scheduler.schedule()
-    plan = core.scheduler.advance(plan)
-    results = core.executor.runner.launch(plan).wait()
-    core.cache.performed(len(plan.jobs))
-    core.scheduler.update(plan, results)
-    return plan, results
+    """Takes a step, and returns what is between plan and events."""
+    seen: list[tuple[StepPlan, list[RowResult]]] = []
+
+    class Seen(Launch):
+        def wait(self) -> list[RowResult]:
+            results = super().wait()
+            seen.append((self.plan, results))
+            return results
+
+    def see(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        begun = launch(plan)
+        return Seen(begun.plan, begun.outputs, begun.arrival, begun.begin)
+
+    with hooked(core, see):
+        core.step()
+    return seen[0]
 
 
 def test_a_chunk_that_does_not_reach_the_prompts_end_gets_no_token_and_brings_nothing_to_the_host(

@@ -75,9 +75,10 @@ def thread_of(llm: AsyncLLM) -> LocalEngine:
 
 
 @contextmanager
-def hooked(llm: LLM | AsyncLLM, hook: Hook) -> Iterator[None]:
+def hooked(engine: EngineCore | LLM | AsyncLLM, hook: Hook) -> Iterator[None]:
     """Launches go by way of the hook."""
-    runner = core_of(llm).executor.runner
+    core = engine if isinstance(engine, EngineCore) else core_of(engine)
+    runner = core.executor.runner
     assert isinstance(runner, HookedRunner)
     runner.hook = hook
     try:

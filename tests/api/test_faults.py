@@ -79,9 +79,8 @@ async def test_a_thread_that_dies_ends_everything_at_once(error: BaseException) 
 
 
 async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("chairlift.api.server._DEATH_NOTICE_S", 0.5)
     llm, config = AsyncLLM(**ENGINE, step_timeout=0.3), ServerConfig(port=0)
     with caplog.at_level(logging.INFO), held(forward_of(llm), "hidden"), Listener(config) as listener:
         ending = asyncio.create_task(serve(llm, config, listener))

@@ -32,7 +32,6 @@ CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, and trusted like its other code
-_SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins the trailer after the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
@@ -49,7 +48,6 @@ _COMPILE_FLAGS = (
 # libraries may be newer than those of the machine where the kernels run.
 _LINK_FLAGS = ("-shared", "-nodefaultlibs")
 _COMPILERS = ("g++", "clang++", "c++")
-_COMPILE_TIMEOUT = 300.0
 
 
 class CpuKernelsUnavailable(Exception):
@@ -69,6 +67,19 @@ class InstructionSet:
     flags: tuple[str, ...]
     slow_on: str | None = None  # the vendor whose processors compute faster with the sets that follow
 
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What the kernels are compiled from, and what they are compiled and run with beside an instruction set."""
+
+    sources: Path = _SOURCES
+    flags: tuple[str, ...] = _COMPILE_FLAGS
+    timeout_s: float = 300.0
+    torch: Path | None = None  # its package, whose OpenMP runtime is used; None: the one that is imported
+    system_openmp: str = "libgomp.so.1"  # used if torch has none
+
+
+TOOLCHAIN = Toolchain()
 
 PLAIN = "plain"  # any processor
 _AVX2 = ("avx2", "fma3", "f16c")
@@ -105,34 +116,36 @@ def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
     return _BY_MACHINE.get("aarch64" if machine == "arm64" else machine, (_PLAIN_SET,))
 
 
-def open_library(instruction_set: InstructionSet) -> ctypes.CDLL:
-    if platform.system() == _LINUX and not _load_openmp():  # other systems do not use it: see team.h
+def open_library(instruction_set: InstructionSet, toolchain: Toolchain = TOOLCHAIN) -> ctypes.CDLL:
+    """Opens the kernels' library, compiled if that has not been done before. CpuKernelsUnavailable if that fails."""
+    if platform.system() == _LINUX and not _load_openmp(toolchain):  # other systems do not use it: see team.h
         instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
-    packaged = _PACKAGED / file_name(instruction_set)
+    name = file_name(instruction_set, toolchain)
+    packaged = _PACKAGED / name
     if packaged.is_file():
         return ctypes.CDLL(str(packaged))
-    path = cache_directory() / file_name(instruction_set)
+    path = cache_directory() / name
     try:
         return _load(path)
     except FileNotFoundError:
         pass
     except _Damaged as error:
         logger.warning("%s %s: it is compiled again", path, error)
-    _compile(instruction_set, path)
+    _compile(instruction_set, path, toolchain)
     try:
         return _load(path)
     except (_Damaged, OSError) as error:
         raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
 
 
-def _load_openmp() -> bool:
+def _load_openmp(toolchain: Toolchain) -> bool:
     """Loads torch's own, so that both share one thread pool: two would compete for cores. False: there is none."""
     import torch
 
-    package = Path(torch.__file__).parent
+    package = toolchain.torch or Path(torch.__file__).parent
     # Wheels for Arm have it beside the package, with a digest in its name.
     own = [*package.glob("lib/libgomp*"), *package.with_name("torch.libs").glob("libgomp*")]
-    for runtime in (*map(str, own), _SYSTEM_OPENMP):
+    for runtime in (*map(str, own), toolchain.system_openmp):
         with contextlib.suppress(OSError):
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels' unresolved symbols are looked up
             return True
@@ -223,14 +236,14 @@ def _trailer(library: bytes) -> bytes:
     return _MARK + hashlib.sha256(library).digest()
 
 
-def _compile(instruction_set: InstructionSet, path: Path) -> None:
+def _compile(instruction_set: InstructionSet, path: Path, toolchain: Toolchain) -> None:
     compiler, home, start = find_compiler(), path.parent, time.perf_counter()
     logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, home)
     try:
         home.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
         with _own_directory(home) as directory, tempfile.TemporaryDirectory("", _SCRATCH, home) as scratch:
             library = Path(scratch) / path.name
-            compile_library(compiler, instruction_set, library)
+            compile_library(compiler, instruction_set, library, toolchain)
             _seal(library)
             library.replace(path)  # atomically, so that two processes starting together do no harm
             os.fsync(directory)
@@ -257,11 +270,11 @@ def _remove_unused(directory: Path) -> None:
                 logger.info("removed %s, which was not used for long", path)
 
 
-def file_name(instruction_set: InstructionSet) -> str:
+def file_name(instruction_set: InstructionSet, toolchain: Toolchain = TOOLCHAIN) -> str:
     """The library's name: a digest of everything it depends on except the compiler."""
-    flags = (instruction_set, _COMPILE_FLAGS, _LINK_FLAGS, platform.machine())
+    flags = (instruction_set, toolchain.flags, _LINK_FLAGS, platform.machine())
     digest = hashlib.sha256(repr(flags).encode())
-    for source in sorted(_SOURCES.rglob("*.*")):
+    for source in sorted(toolchain.sources.rglob("*.*")):
         digest.update(source.read_bytes())
     return f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
 
@@ -279,16 +292,18 @@ def find_compiler() -> list[str]:
     return command
 
 
-def compile_library(compiler: list[str], instruction_set: InstructionSet, path: Path) -> None:
+def compile_library(
+    compiler: list[str], instruction_set: InstructionSet, path: Path, toolchain: Toolchain = TOOLCHAIN
+) -> None:
     """Writes the library. CpuKernelsUnavailable if that fails. `compiler`: see `find_compiler`."""
-    flags = (*_LINK_FLAGS, *_COMPILE_FLAGS, *instruction_set.flags)
-    command = [*compiler, *flags, str(_SOURCES / "decoder.cpp"), "-lc", "-o", str(path)]
+    flags = (*_LINK_FLAGS, *toolchain.flags, *instruction_set.flags)
+    command = [*compiler, *flags, str(toolchain.sources / "decoder.cpp"), "-lc", "-o", str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=toolchain.timeout_s, check=False)
     except OSError as error:
         raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise CpuKernelsUnavailable(f"compiling CPU kernels took more than {_COMPILE_TIMEOUT:.0f} s") from error
+        raise CpuKernelsUnavailable(f"compiling CPU kernels took more than {toolchain.timeout_s:.0f} s") from error
     if done.returncode:
         complaint = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
         raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {' / '.join(complaint[:3])}")

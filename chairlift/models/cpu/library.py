@@ -5,7 +5,7 @@ import functools
 import logging
 import platform
 
-from chairlift.models.cpu.build import CpuKernelsUnavailable, instruction_sets, open_library
+from chairlift.models.cpu.build import TOOLCHAIN, CpuKernelsUnavailable, Toolchain, instruction_sets, open_library
 from chairlift.models.cpu.processor import find_drawback, usable_instruction_sets, wanted_level
 from chairlift.models.cpu.structures import start
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def load_library(isa: str | None) -> ctypes.CDLL:
+def load_library(isa: str | None, toolchain: Toolchain = TOOLCHAIN) -> ctypes.CDLL:
     """The compiled kernels, of the best instruction set this machine has (None) or the one named.
 
     CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
@@ -27,7 +27,7 @@ def load_library(isa: str | None) -> ctypes.CDLL:
     by_name = {each.name: each for each in instruction_sets(platform.machine())}
     problem: str | None = None
     for name in (wanted,) if wanted else usable:
-        library = open_library(by_name[name])
+        library = open_library(by_name[name], toolchain)
         problem = start(library)
         if problem is None:
             logger.info("CPU kernels: %s", name)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chairlift.models.cpu import decoder, structures
-from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
+from chairlift.models.cpu.build import TOOLCHAIN
 from chairlift.models.cpu.packing import LANES
 from chairlift.models.cpu.structures import Batch, Model, Piece
 
@@ -41,8 +41,8 @@ def warnings_of(compiler: str) -> tuple[str, ...]:
 
 def compile_program(compiler: str, flags: Sequence[str], path: Path) -> None:
     """With threads of its own, as it has no torch to share them with."""
-    sources = (str(_SOURCES / "decoder.cpp"), str(_PROGRAM))
-    command = [compiler, *_COMPILE_FLAGS, "-DCHAIRLIFT_OWN_THREADS", "-pthread", *flags, *sources, "-o", str(path)]
+    sources = (str(TOOLCHAIN.sources / "decoder.cpp"), str(_PROGRAM))
+    command = [compiler, *TOOLCHAIN.flags, "-DCHAIRLIFT_OWN_THREADS", "-pthread", *flags, *sources, "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

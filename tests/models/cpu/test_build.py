@@ -16,6 +16,7 @@ import torch
 from chairlift import LLM
 from chairlift.errors import ConfigurationError
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library, structures
+from chairlift.models.cpu.build import TOOLCHAIN, Toolchain
 from chairlift.models.cpu.processor import Processor, find_drawback, mac_features, usable_instruction_sets
 
 # A compiler that counts its calls, and whose library is one that was compiled before.
@@ -26,6 +27,7 @@ cp {library} "$last"
 """
 
 
+OTHER_FLAGS = (*TOOLCHAIN.flags, "-DX")
 load_anew = load_library.__wrapped__  # which remembers nothing
 
 
@@ -62,9 +64,9 @@ class Cache:
         path.chmod(0o755)
         self.patch.setenv("CXX", str(path))
 
-    def refusal(self, isa: str | None = None) -> str:
+    def refusal(self, isa: str | None = None, toolchain: Toolchain = TOOLCHAIN) -> str:
         with pytest.raises(CpuKernelsUnavailable) as caught:
-            load_anew(isa)
+            load_anew(isa, toolchain)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -167,16 +169,14 @@ def test_a_mac_says_what_its_chip_has(facts: list[str], levels: list[str]) -> No
 def test_other_sources_or_flags_make_another_library(copying: Cache) -> None:
     load_anew(None)
     before = copying.library
-    sources = shutil.copytree(build._SOURCES, copying.around / "csrc")
-    copying.patch.setattr(build, "_SOURCES", sources)
-    load_anew(None)
+    sources = shutil.copytree(TOOLCHAIN.sources, copying.around / "csrc")
+    load_anew(None, Toolchain(sources))
     assert copying.library == before
     with (sources / "grouped" / "plain.h").open("a") as header:
         header.write("// changed\n")
-    load_anew(None)
+    load_anew(None, Toolchain(sources))
     assert (len(copying.names), len(copying.calls)) == (2, 2)
-    copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    load_anew(None)
+    load_anew(None, Toolchain(sources, OTHER_FLAGS))
     assert (len(copying.names), len(copying.calls)) == (3, 3)
     assert ["-DX" in call for call in copying.calls] == [False, False, True]
     assert before.exists()
@@ -216,8 +216,8 @@ def test_the_best_compiler_that_is_installed_is_taken(tmp_path: Path, monkeypatc
 )
 def test_what_is_wrong_with_a_compiler_is_in_the_message(cache: Cache, script: str, said: str) -> None:
     cache.set_compiler(script)
-    cache.patch.setattr(build, "_COMPILE_TIMEOUT", 0.1 if "sleep" in script else 300.0)
-    assert cache.refusal() == said.format(compiler=cache.around / "compiler")
+    toolchain = Toolchain(timeout_s=0.1 if "sleep" in script else 300.0)
+    assert cache.refusal(toolchain=toolchain) == said.format(compiler=cache.around / "compiler")
     assert cache.names == []
 
 
@@ -333,8 +333,7 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
         path.touch()
     for path in (old, other, killed.parent):
         os.utime(path, (month_ago, month_ago))
-    copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    load_anew(None)
+    load_anew(None, Toolchain(flags=OTHER_FLAGS))
     assert [path.exists() for path in (old, killed.parent)] == [False, False]
     assert [path.exists() for path in (used, recent, other)] == [True, True, True]
     assert len(copying.calls) == 2
@@ -392,17 +391,13 @@ def test_the_openmp_runtime_is_found_beside_torch_under_a_name_with_a_digest(cop
     own = copying.around / "torch.libs" / "libgomp-947d5fa1.so.1.0.0"
     own.parent.mkdir()
     shutil.copy(torchs, own)
-    copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
-    copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    load_anew(None)
+    load_anew(None, Toolchain(torch=copying.around / "torch", system_openmp="no-such-library.so"))
     assert str(own) in Path("/proc/self/maps").read_text()
     assert not any("-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls)
 
 
 def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(copying: Cache) -> None:
     load_anew(None)
-    copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
-    copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    load_anew(None)
+    load_anew(None, Toolchain(torch=copying.around / "torch", system_openmp="no-such-library.so"))
     assert ["-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls] == [False, True]
     assert len(copying.names) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.models.cpu import structures
-from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
+from chairlift.models.cpu.build import TOOLCHAIN
 from tests.models.cpu.standalone import need
 
 STAGES = """
@@ -28,7 +28,8 @@ def exit_code(tmp_path: Path, *flags: str, num_stages: int) -> int:
     """The program's, whose team has counters for two stages: the sum 3 of each stage's units."""
     source, program = tmp_path / "stages.cpp", tmp_path / "program"
     source.write_text(STAGES)
-    command = ["g++", *_COMPILE_FLAGS, "-DCHAIRLIFT_OWN_THREADS", "-pthread", f"-I{_SOURCES}", *flags, str(source)]
+    way = ["-DCHAIRLIFT_OWN_THREADS", "-pthread", f"-I{TOOLCHAIN.sources}", *flags]
+    command = ["g++", *TOOLCHAIN.flags, *way, str(source)]
     subprocess.run([*command, "-o", str(program)], check=True)
     return subprocess.run([str(program), *["more"] * (num_stages - 2)], check=False).returncode
 

@@ -102,8 +102,8 @@ def test_no_compiler_warns(tmp_path: Path, compiler: str, instruction_set: Instr
     if compiler == CLANG_FOR_MACOS:
         way = ["-fsyntax-only"]
         command += [f"-isystem{path}" for path in arm_headers()]
-    flags = (*build._COMPILE_FLAGS, *instruction_set.flags, *warnings_of(compiler), *way)
-    command += [*flags, str(build._SOURCES / "decoder.cpp")]
+    flags = (*build.TOOLCHAIN.flags, *instruction_set.flags, *warnings_of(compiler), *way)
+    command += [*flags, str(build.TOOLCHAIN.sources / "decoder.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stderr, done.returncode) == ("", 0)
 

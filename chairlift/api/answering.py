@@ -15,8 +15,9 @@ from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job
 from chairlift.api.telemetry.observation import OBSERVATION
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
+from chairlift.engine.text.deltas import RequestDelta
 from chairlift.errors import ChairliftError, InvalidRequest, RequestFailed
-from chairlift.params import GRAMMAR_LIMIT, RequestOutput, TokenLogprobs
+from chairlift.params import GRAMMAR_LIMIT, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ class Answering:
 
     async def _answer_whole(self) -> web.Response:
         """Waits for every generation to end. If the client leaves, this is cancelled, and the generations with it."""
-        job, latest = self.job, dict[int, RequestOutput]()
-        outputs = self.llm.run_all(job.generations, wants_steps=False)
-        async with aclosing(self.request[OBSERVATION].follow(outputs)) as outputs:
-            async for index, output in outputs:
-                _check(output)
-                latest[index] = output
-        whole = [latest[index] for index in range(len(job.generations))]
+        job, outputs = self.job, dict[int, RequestDelta]()
+        run = self.llm.run_all(job.generations, wants_steps=False)
+        async with aclosing(self.request[OBSERVATION].follow(run)) as deltas:
+            async for index, delta in deltas:
+                _check(delta)
+                outputs[index] = delta
+        whole = [outputs[index] for index in range(len(job.generations))]
         size = self._size_of_repeats + sum(map(_size_of, whole))
         body = await self._make(size, lambda: _to_json(job.reply.whole(whole)))
         await self.settled()
@@ -69,18 +70,18 @@ class Answering:
     async def _answer_stream(self, stream: EventStream) -> None:
         """Sends events as tokens arrive."""
         reply, generations = self.job.reply, self.job.generations
-        sizes: dict[int, int] = {}  # by generation, when it was last looked at
-        async with stream, aclosing(self.request[OBSERVATION].follow(self.llm.run_all(generations))) as outputs:
+        total_size = self._size_of_repeats
+        async with stream, aclosing(self.request[OBSERVATION].follow(self.llm.run_all(generations))) as deltas:
             prompts = [generation.prompt_token_ids for generation in generations]
             events = await self._make(self._size_of_repeats, reply.opening, prompts)
-            async for index, output in outputs:
-                _check(output)
-                num_seen, sizes[index] = sizes.get(index, 0), _size_of(output)
-                seen = output if sizes[index] - num_seen <= _LARGE else output.copy()  # it grows in this thread
-                news = await self._make(sizes[index] - num_seen, reply.news, index, seen)
+            async for index, delta in deltas:
+                _check(delta)
+                size = _size_of(delta)
+                total_size += size
+                news = await self._make(size, reply.news, index, delta)
                 await stream.send(*events, *news)
                 events = []
-            closing = await self._make(self._size_of_repeats + sum(sizes.values()), reply.closing)
+            closing = await self._make(total_size, reply.closing)
             await self.settled()
             await stream.send(*events, *closing)
 
@@ -118,22 +119,22 @@ def _to_json(body: BaseModel) -> bytes:
     return text
 
 
-def _size_of(output: RequestOutput) -> int:
-    """The cost of making a reply of an output, in scored tokens."""
-    size = _num_scores(output.prompt_logprobs)
-    for choice in output.outputs:
+def _size_of(delta: RequestDelta) -> int:
+    """Estimates the cost of making a reply of a delta, in scored tokens."""
+    size = _num_scores(delta.prompt_logprobs)
+    for choice in delta.choices:
         size += _num_scores(choice.logprobs) + len(choice.text) // _CHARACTERS_PER_SCORE
     return size
 
 
-def _num_scores(positions: Sequence[TokenLogprobs | None] | None) -> int:
-    """The number of scores, if each position has as many as the last one."""
+def _num_scores(positions: Sequence[TokenLogprobs | None]) -> int:
+    """Returns the number of scores, if each position has as many as the last one."""
     return len(positions) * len(positions[-1] or ()) if positions else 0
 
 
-def _check(output: RequestOutput) -> None:
+def _check(delta: RequestDelta) -> None:
     """Raises if a sequence could not be computed, which ends its request."""
-    for choice in output.outputs:
+    for choice in delta.choices:
         if choice.error is not None:
             is_clients_fault = choice.stop_reason == GRAMMAR_LIMIT
             raise InvalidRequest(choice.error) if is_clients_fault else RequestFailed(choice.error)

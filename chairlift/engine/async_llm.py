@@ -12,7 +12,9 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
+from chairlift.engine.mailbox import Mailbox
 from chairlift.engine.text.chat_template import ChatOptions, Message
+from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import (
     DEFAULT_CHAT,
@@ -23,7 +25,7 @@ from chairlift.engine.text.inputs import (
     Prompt,
     TextOptions,
 )
-from chairlift.engine.text.outputs import GenerationState, OutputProcessor
+from chairlift.engine.text.outputs import OutputProcessor
 from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams, StructuredOutputs
@@ -33,9 +35,6 @@ logger = logging.getLogger(__name__)
 _MAX_REST_S = 0.01
 
 _Result = TypeVar("_Result")
-
-Numbered = tuple[int, RequestOutput]
-"""The index of a generation among those that run together, and its newest output."""
 
 
 class OffLoop(Protocol):
@@ -49,40 +48,6 @@ async def compile_grammar(grammars: Grammars, outputs: StructuredOutputs, thinki
     shared = asyncio.wrap_future(grammars.compile(outputs, thinking))
     shared.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
     return await asyncio.shield(shared)
-
-
-class _Mailbox:
-    """News of generations that run together. A slow reader finds the newest states, not a backlog; an error ends it."""
-
-    def __init__(self, states: list[GenerationState], wants_steps: bool) -> None:
-        """`wants_steps`: whether the reader gets news of every step, or only when a generation begins and ends."""
-        self.states = {state.generation.request_id: state for state in states}
-        self._indices = {request_id: index for index, request_id in enumerate(self.states)}
-        self._unheard_of = None if wants_steps else set(self.states)
-        self._changed: dict[str, None] = {}  # in order, each once
-        self._error: Exception | None = None
-        self._has_news = asyncio.Event()
-
-    def notify(self, request_id: str) -> None:
-        if self._unheard_of is not None and not self.states[request_id].is_finished:
-            if request_id not in self._unheard_of:
-                return
-            self._unheard_of.remove(request_id)
-        self._changed[request_id] = None
-        self._has_news.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._has_news.set()
-
-    async def wait(self) -> list[Numbered]:
-        """Waits for and returns the generations that changed since the last call; raises the error, if any."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        if self._error is not None:
-            raise self._error
-        changed, self._changed = self._changed, {}
-        return [(self._indices[request_id], self.states[request_id].output) for request_id in changed]
 
 
 class AsyncLLM:
@@ -112,7 +77,7 @@ class AsyncLLM:
         self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
         self.inputs.vocabulary.load()  # now, because all requests would wait for it later
         self._outputs = OutputProcessor(self.inputs.tokenizer)
-        self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
+        self._mailboxes: dict[str, Mailbox] = {}  # by the generation's id; those that run together share one
         self._answers: set[asyncio.Future[Any]] = set()  # pending results of `_call`
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -187,38 +152,33 @@ class AsyncLLM:
 
     async def run(self, generation: Generation) -> AsyncGenerator[RequestOutput]:
         """Runs what `prepare` made; otherwise like `generate`."""
-        async with contextlib.aclosing(self.run_all([generation])) as outputs:
-            async for _, output in outputs:
-                yield output.copy()
+        output = CumulativeOutput(generation)
+        async with self.run_all([generation]) as mailbox:
+            async for _, delta in mailbox:
+                yield output.add(delta)
 
-    async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
+    @contextlib.asynccontextmanager
+    async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Mailbox]:
         """Runs several generations that `prepare` made at once: all are queued, or none (`QueueFull`).
 
-        Each yields one output, which grows in the loop's thread; others get copies. `wants_steps`: not only when it
-        begins and ends. Closing the iterator early, or an error in one, ends all. Otherwise like `generate`.
+        `wants_steps`: see `Mailbox`. Leaving the context early, or an error in one, ends all.
+        Otherwise like `generate`.
         """
         engine = self.usable_engine()
         names = [generation.request_id for generation in generations]
         for index, name in enumerate(names):
             if name in self._mailboxes or name in names[:index]:
                 raise ValueError(f"request {name!r} is already running")
-        mailbox = _Mailbox([self._outputs.open(generation) for generation in generations], wants_steps)
+        mailbox = Mailbox([self._outputs.open(generation) for generation in generations], wants_steps)
         self._mailboxes.update(dict.fromkeys(names, mailbox))
         engine.send(Add([request for generation in generations for request in generation.requests]))
-        unfinished = set(range(len(generations)))
         try:
-            while unfinished:
-                for index, output in await mailbox.wait():
-                    if output.finished:  # if it ends while the reader has it, it is yielded once more
-                        unfinished.discard(index)
-                    yield index, output
+            yield mailbox
         finally:  # a reader that leaves early aborts what is unfinished
-            unfinished_ids: list[str] = []
             for name, state in mailbox.states.items():
                 del self._mailboxes[name]
                 self._outputs.close(state)
-                unfinished_ids += state.unfinished_ids
-            if unfinished_ids:
+            if unfinished_ids := mailbox.unfinished_ids:
                 engine.send(Abort(unfinished_ids))
 
     async def abort(self, request_id: str) -> None:

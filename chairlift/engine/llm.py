@@ -13,6 +13,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.text.chat_template import ChatOptions, Message
+from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
@@ -141,7 +142,7 @@ class LLM:
                         core.abort(request_id)
                     self._outputs.close(state)
                 self._rest_later()
-        return [state.output for state in states]
+        return [CumulativeOutput(state.generation).add(state.take()) for state in states]
 
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from chairlift.api.replies.reply import Reply
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
+from chairlift.params import FinishReason
 
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 ODD = [
@@ -16,21 +17,23 @@ ODD = [
 READ = {"a": "x\ny\0 \ufffd"}
 
 
+def delta_of(text: str, finish_reason: FinishReason | None = None) -> RequestDelta:
+    """New text of a request's only choice."""
+    return RequestDelta("r", None, [1], [CompletionDelta(0, text, [1], [], [], 1, finish_reason)], [])
+
+
 def told_of(reply: Reply, text: str) -> Any:
     """The whole reply to a request, parsed."""
-    output = RequestOutput("r", None, [1], [CompletionOutput(0, text, [1], FinishReason.STOP)])
+    output = delta_of(text, FinishReason.STOP)
     return json.loads(reply.whole([output]).model_dump_json())
 
 
 def streamed_of(reply: Reply, text: str) -> Iterable[Any]:
     """The payloads of a stream of single characters."""
-    growing, events = CompletionOutput(0, "", [1], None), reply.opening([[1]])
-    output = RequestOutput("r", None, [1], [growing])
+    events = reply.opening([[1]])
     for character in text:
-        growing.text += character
-        events += reply.news(0, output)
-    growing.finish_reason = FinishReason.STOP
-    events += [*reply.news(0, output), *reply.closing()]
+        events += reply.news(0, delta_of(character))
+    events += [*reply.news(0, delta_of("", FinishReason.STOP)), *reply.closing()]
     return [json.loads(event.partition("data: ")[2]) for event in events if "[DONE]" not in event]
 
 

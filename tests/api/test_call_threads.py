@@ -18,8 +18,8 @@ from chairlift.api.http.threads import CallThreads
 from chairlift.api.openai import routes
 from chairlift.api.openai.replies import ChatReply
 from chairlift.engine.async_llm import OffLoop
+from chairlift.engine.text.deltas import RequestDelta
 from chairlift.errors import ClientTooBusy, ServerTooBusy
-from chairlift.params import RequestOutput
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
 from tests.api.fault_support import held, post, until_idle
@@ -217,7 +217,7 @@ async def test_a_reply_of_many_scored_tokens_is_made_elsewhere(server: Server, s
             threads.add(threading.current_thread().name)
             return super().closing()
 
-        def whole(self, outputs: list[RequestOutput]) -> BaseModel:
+        def whole(self, outputs: list[RequestDelta]) -> BaseModel:
             threads.add(threading.current_thread().name)
             return super().whole(outputs)
 

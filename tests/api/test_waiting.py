@@ -1,6 +1,7 @@
 """Busy, going down, or out of time: what the server says, and that the official client's own two retries work out."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.openai.completions import CompletionRequest
 from chairlift.api.openai.replies import CompletionReply
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.errors import QueueFull, QueueTimeout
-from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.params import FinishReason, Logprob
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, Events, chunks_of, client_of, parts_of, post, user
 from tests.api.fault_support import Clock, Gate, clock_of, held, serving, until_idle
@@ -271,14 +273,33 @@ async def test_a_response_whose_time_is_up_is_incomplete_without_a_reason(stream
     assert response["usage"]["output_tokens"] == NUM_TOKENS
 
 
+async def test_what_a_choice_says_before_the_prompt_is_scored_is_told_after_it(server: Server) -> None:
+    body = CompletionRequest.model_validate({"prompt": "ab", "echo": True, "logprobs": 0, "n": 2, "stream": True})
+    reply, score = CompletionReply(body, "bundled", server.llm.inputs), {ord("b"): Logprob(-1.5, 1)}
+
+    def delta(text: str, *scores: Any) -> RequestDelta:
+        said = [{ord(each): Logprob(-1.0, 1)} for each in text]
+        offsets = [*range(text == "d", 1 + (text == "d"))] if text else []
+        choices = [CompletionDelta(0, text, [*text.encode()], said, offsets, 1), CompletionDelta(1, "", [], [], [], 0)]
+        return RequestDelta("r", "ab", [*b"ab"], choices, scores)
+
+    assert [reply.news(0, each) for each in (delta("c", None), delta("d"))] == [[], []]
+    first, second = (
+        json.loads(event.removeprefix("data: "))["choices"][0] for event in reply.news(0, delta("", score))
+    )
+    assert (first["text"], first["logprobs"]["tokens"]) == ("abcd", ["a", "b", "c", "d"])
+    assert (second["text"], second["logprobs"]["tokens"]) == ("ab", ["a", "b"])
+
+
 async def test_a_prompt_that_was_not_scored_to_its_end_is_there_as_far_as_it_was(server: Server) -> None:
     body = CompletionRequest.model_validate({"prompt": "abc", "echo": True, "logprobs": 0})
     reply = CompletionReply(body, "bundled", server.llm.inputs)
-    running = CompletionOutput(0, logprobs=[], text_offsets=[])
-    ended = CompletionOutput(0, "", [], FinishReason.ABORT, "timeout", logprobs=[], text_offsets=[])
+    running = CompletionDelta(0, "", [], [], [], 0)
+    ended = CompletionDelta(0, "", [], [], [], 0, FinishReason.ABORT, "timeout")
     scores = [None, {ord("b"): Logprob(-1.5, 1)}]
-    assert reply.news(0, RequestOutput("r", "abc", [*b"abc"], [running], prompt_logprobs=scores)) == []
-    (choice,) = reply.whole([RequestOutput("r", "abc", [*b"abc"], [ended], prompt_logprobs=scores)]).choices
+    assert reply.news(0, RequestDelta("r", "abc", [*b"abc"], [running], scores)) == []
+    whole = CompletionReply(body, "bundled", server.llm.inputs)
+    (choice,) = whole.whole([RequestDelta("r", "abc", [*b"abc"], [ended], scores)]).choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("abc", "abort", "timeout")
     assert choice.logprobs
     assert (choice.logprobs.tokens, choice.logprobs.token_logprobs) == (["a", "b"], [None, -1.5])

@@ -177,7 +177,7 @@ async def test_what_is_refused_ends_alone_and_leaves_nothing(llm: LLM, engine: A
         await last(engine.run(generation))
     assert engine.is_healthy
     with pytest.raises(ValueError, match="is already running"):
-        await anext(engine.run_all([generation, generation]))
+        await engine.run_all([generation, generation]).__aenter__()
     generation = await engine.prepare("hi", GREEDY)
     first, second = [await last(engine.run(generation)) for _ in range(2)]
     assert first.outputs == second.outputs  # what has ended may be run again
@@ -219,7 +219,7 @@ async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
     generation = await engine.prepare("hi", LONG)
     state = engine._outputs.open(generation)
     monkeypatch.setattr(engine._outputs, "open", lambda _: state)
-    monkeypatch.setattr(state, "take", fail.__get__(state))
+    monkeypatch.setattr(state, "add", fail.__get__(state))
     with pytest.raises(RequestFailed, match="RuntimeError: no luck"):
         await asyncio.wait_for(last(engine.run(generation)), DEADLINE_S)
     assert len((await staying).outputs[0].token_ids) == 80

@@ -19,6 +19,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from chairlift import SamplingParams
+from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher, StopStrings
 from chairlift.engine.text.inputs import Generation, InputProcessor
 from chairlift.engine.text.outputs import OutputProcessor
@@ -375,10 +376,11 @@ def run_whole(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False)
     requests = [Request("g-0", case.prompt, params, 1000, 0)]
     processor = OutputProcessor(tokenizer)
     state = processor.open(Generation("g", None, case.prompt, params, requests, StopStrings(case.stops)))
+    output = CumulativeOutput(state.generation)
     seen = []
     for each in events_of(case, is_ended_by_token):
         assert processor.process([each]).failed == {}
-        seen.append(state.output.copy().outputs[0])
+        seen.append(output.add(state.take()).outputs[0])
     return seen
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from chairlift import SamplingParams
+from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, TextOptions
 from chairlift.engine.text.outputs import Delivery, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
-from chairlift.params import CompletionOutput, FinishReason, Logprob
+from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.scheduler import Request, TokenEvent
 from tests.engine.support import END_TOKEN, event
 from tests.engine.tokenizers_made import make_byte_tokenizer
@@ -42,10 +43,16 @@ class Follower:
         self.processor = OutputProcessor(tokenizer)
         generation = generation_of(SamplingParams(**fields))
         self.state = self.processor.open(replace(generation, text_options=text_options))
+        self._sum = CumulativeOutput(self.state.generation)
+
+    @property
+    def output(self) -> RequestOutput:
+        """What all deltas so far add up to."""
+        return self._sum.add(self.state.take())
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        return self.state.output.copy().outputs
+        return self.output.outputs
 
     def hear(self, said: bytes | list[int], finish: FinishReason | None = None, index: int = 0) -> Delivery:
         """Bytes come as tokens of a choice."""
@@ -57,24 +64,43 @@ class Follower:
         self.processor.process([TokenEvent(f"g-{index}", [tokens[0]], finish, logprobs=[scored])])
 
 
-def test_text_and_tokens_accumulate_in_snapshots_that_stay_as_they_are(byte_tokenizer: Tokenizer) -> None:
+def test_text_and_tokens_add_up_in_outputs_that_stay_as_they_are(byte_tokenizer: Tokenizer) -> None:
     follower = Follower(byte_tokenizer)
     assert follower.hear(b"ab") == Delivery({follower.state: None})
-    before = follower.state.output.copy()
+    before = follower.output
     follower.hear(b"c", FinishReason.LENGTH)
     assert before.outputs == [CompletionOutput(0, "ab", [97, 98], None, None)]
     assert follower.outputs == [CompletionOutput(0, "abc", [97, 98, 99], FinishReason.LENGTH, None)]
     assert follower.state.is_finished
 
 
-def test_a_snapshot_carries_the_generation_and_is_finished_with_all_choices(byte_tokenizer: Tokenizer) -> None:
+def test_a_delta_names_the_request_and_is_finished_with_all_choices(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(byte_tokenizer)
     state = processor.open(generation_of(SamplingParams(n=2), "name", prompt=[5, 6]))
     processor.process([event("name-1", [97], FinishReason.LENGTH)])
-    snapshot = state.output.copy()
-    assert (snapshot.request_id, snapshot.prompt, snapshot.prompt_token_ids) == ("name", None, [5, 6])
+    delta = state.take()
+    assert (delta.request_id, delta.prompt, delta.prompt_token_ids) == ("name", None, [5, 6])
     processor.process([event("name-0", [98], FinishReason.LENGTH)])
-    assert (snapshot.finished, state.output.copy().finished) == (False, True)
+    assert (delta.finished, state.take().finished) == (False, True)
+
+
+def test_a_delta_is_what_is_new_and_later_events_do_not_change_it(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer)
+    follower.hear(b"ab")
+    first = follower.state.take()
+    follower.hear(b"c")
+    follower.hear(b"d", FinishReason.LENGTH)
+    told = [(delta.choices[0].text, delta.choices[0].token_ids) for delta in (first, follower.state.take())]
+    assert told == [("ab", [*b"ab"]), ("cd", [*b"cd"])]
+    assert (first.choices[0].num_tokens, first.finished) == (2, False)
+
+
+def test_progress_tells_how_far_it_has_come_and_takes_nothing(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer)
+    follower.hear(b"ab", FinishReason.LENGTH)
+    (progress,) = follower.state.progress().choices
+    assert (progress.text, progress.num_tokens, progress.finish_reason) == ("", 2, FinishReason.LENGTH)
+    assert follower.state.take().choices[0].text == "ab"
 
 
 HALF = "\N{REPLACEMENT CHARACTER}"
@@ -182,7 +208,7 @@ def test_choices_grow_and_end_each_on_their_own(byte_tokenizer: Tokenizer) -> No
     delivery = processor.process([event("g-2", [97, 33]), event("g-0", [98]), event("g-1", [99], FinishReason.LENGTH)])
     assert delivery == Delivery({state: None}, ["g-2"])
     assert state.unfinished_ids == ["g-0"]
-    outputs = [(output.index, output.text, output.finish_reason) for output in state.output.copy().outputs]
+    outputs = [(output.index, output.text, output.finish_reason) for output in state.take().choices]
     assert outputs == [(0, "b", None), (1, "c", "length"), (2, "a", "stop")]
 
 
@@ -196,7 +222,7 @@ def test_events_find_their_generation_among_several_and_are_dropped_once_it_is_c
     processor.close(states[0])
     assert processor.process([event("x-0", [97])]) == Delivery()
     processor.close(states[0])
-    assert [state.output.copy().outputs[0].text for state in states] == ["b", "a", ""]
+    assert [state.take().choices[0].text for state in states] == ["b", "a", ""]
 
 
 def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.sampling import masks
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, GrammarLimits
 from chairlift.engine.text.grammar import CompilerLimits
+from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
@@ -106,7 +107,10 @@ class Run:
                     break
             assert not core.has_work
             core.check()
-            self.answers = [[answer(output) for output in state.output.copy().outputs] for state in states]
+            self.answers = [
+                [answer(output) for output in CumulativeOutput(state.generation).add(state.take()).outputs]
+                for state in states
+            ]
             self.stats = core.read_stats()
 
     def _next(self, llm: LLM, index: int, rng: random.Random) -> Generation:

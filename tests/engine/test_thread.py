@@ -263,16 +263,13 @@ async def test_the_rows_of_a_reader_behind_rest_while_others_go_on_and_end_when_
     assert (await last(engine.generate("hi", GREEDY))).finished
 
 
-async def test_who_wants_no_steps_is_told_of_the_beginning_and_the_end(engine: AsyncLLM) -> None:
+async def test_who_wants_no_steps_is_told_of_the_end_and_can_see_the_progress(engine: AsyncLLM) -> None:
     generation = await engine.prepare("hi", LONG)
-    outputs = [
-        (output, len(output.outputs[0].token_ids), output.finished)
-        async for _, output in engine.run_all([generation], wants_steps=False)
-    ]
-    (beginning, num_at_first, is_over), end = outputs
-    assert (num_at_first < 80, is_over) == (True, False)
-    assert end == (beginning, 80, True)
-    assert end[0] is beginning  # which has grown
+    async with engine.run_all([generation], wants_steps=False) as mailbox:
+        await wait_until(lambda: mailbox.progress[0].choices[0].num_tokens > 0, "it has begun")
+        ((_, delta),) = [each async for each in mailbox]
+    assert (len(delta.choices[0].token_ids), delta.finished) == (80, True)
+    assert mailbox.progress[0].choices[0].num_tokens == 80
 
 
 def test_an_engine_whose_loop_was_closed_rests_and_can_be_closed_from_another(tiny: str) -> None:

@@ -228,7 +228,7 @@ class Text:
                 self._at = len(self._text)
                 add(self.take())
                 return False
-            num_begun = max((num_begun_of(mark, self._text, self._at) for mark in marks), default=0)
+            num_begun = max([num_begun_of(mark, self._text, self._at) for mark in marks]) if marks else 0
             end = len(self._text) - num_begun if found is None else found.start()
             text = self._text[self._at : end].rstrip(held)
             if text:

@@ -1,4 +1,4 @@
-"""Turns outputs into the blocks of `/v1/messages`, which grow, and their events."""
+"""Turns deltas into the blocks of `/v1/messages`, which grow, and their events."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -15,8 +15,9 @@ from chairlift.api.replies.answer import ConversationReply, Part
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.api.wire.events import event
 from chairlift.api.wire.usage import Usage
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput
+from chairlift.params import FinishReason
 
 
 class MessagesReply(ConversationReply):
@@ -32,20 +33,20 @@ class MessagesReply(ConversationReply):
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
 
-    def whole(self, outputs: list[RequestOutput]) -> message.AnthropicMessage:
+    def whole(self, outputs: list[RequestDelta]) -> message.AnthropicMessage:
         (output,) = outputs
-        (choice,) = output.outputs
-        self._answer.read(choice.text, choice.finish_reason)
+        (choice,) = output.choices
+        self._answer.keep(choice.text, choice.finish_reason)
         blocks = [self._block(part, self._told(part)) for part in self._answer.parts]
         return self._message(output, content=blocks, **self._end(choice).model_dump())
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:  # noqa: ARG002 - what is reused is not known yet
         return []  # the first event holds the usage, so it is sent with the first output
 
-    def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
-        is_first, self._latest = self._latest is None, output
-        told = [event(events.MessageStart(message=self._message(output)))] if is_first else []
-        (choice,) = output.outputs
+    def news(self, index: int, delta: RequestDelta) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
+        is_first, self._latest = self._latest is None, delta
+        told = [event(events.MessageStart(message=self._message(delta)))] if is_first else []
+        (choice,) = delta.choices
         news = self._progress.advance(choice)
         if news is None:
             return told
@@ -54,15 +55,15 @@ class MessagesReply(ConversationReply):
 
     def closing(self) -> list[str]:
         assert self._latest is not None, "a generation has at least one output"
-        end, usage = self._end(self._latest.outputs[0]), message.MessageUsage.of(Usage.of([self._latest]))
+        end, usage = self._end(self._latest.choices[0]), message.MessageUsage.of(Usage.of([self._latest]))
         return [event(events.MessageDelta(delta=end, usage=usage)), event(events.MessageStop())]
 
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
         return [event(AnthropicErrorBody.of(status, detail))]
 
-    def _message(self, output: RequestOutput, **more: Any) -> message.AnthropicMessage:
+    def _message(self, delta: RequestDelta, **more: Any) -> message.AnthropicMessage:
         return message.AnthropicMessage(
-            id=self.id, model=self._model, usage=message.MessageUsage.of(Usage.of([output])), **more
+            id=self.id, model=self._model, usage=message.MessageUsage.of(Usage.of([delta])), **more
         )
 
     def _told(self, part: Part) -> str:
@@ -101,17 +102,17 @@ class MessagesReply(ConversationReply):
         signature = events.SignatureDelta(signature=_signature(self._told(part)))
         return [event(events.ContentBlockDelta(index=part.index, delta=signature)), stop]
 
-    def _end(self, choice: CompletionOutput) -> events.MessageEnd:
+    def _end(self, choice: CompletionDelta) -> events.MessageEnd:
         if choice.finish_reason is FinishReason.STOP and choice.stop_reason in self._stop_sequences:
             return events.MessageEnd(stop_reason="stop_sequence", stop_sequence=str(choice.stop_reason))
         return events.MessageEnd(stop_reason=self._stop_reason(choice))
 
-    def _stop_reason(self, choice: CompletionOutput) -> message.StopReason:
+    def _stop_reason(self, choice: CompletionDelta) -> message.StopReason:
         match choice.finish_reason:
             case FinishReason.STOP:
                 return "tool_use" if self._answer.calls else "end_turn"
             case FinishReason.LENGTH:
-                is_as_asked = len(choice.token_ids) >= self._max_tokens
+                is_as_asked = choice.num_tokens >= self._max_tokens
                 return "max_tokens" if is_as_asked else "model_context_window_exceeded"
             case _:
                 return "pause_turn"

@@ -1,7 +1,8 @@
-"""Turns outputs into the choices of `/v1/completions` and `/v1/chat/completions`."""
+"""Turns deltas into the choices of `/v1/completions` and `/v1/chat/completions`."""
 
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -18,7 +19,6 @@ from chairlift.api.openai.scores import four_lists, prompt_logprobs, scored_prom
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
-    News,
     Part,
 )
 from chairlift.api.replies.reply import Reply
@@ -27,9 +27,10 @@ from chairlift.api.wire.errors import ErrorBody, ErrorDetail
 from chairlift.api.wire.events import BLANK, DONE, TextEvent, event
 from chairlift.api.wire.scores import TokenLogprob
 from chairlift.api.wire.usage import Usage
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput
+from chairlift.params import FinishReason, TokenLogprobs
 
 
 class _ChoicesReply(Reply):
@@ -56,17 +57,16 @@ class _ChoicesReply(Reply):
         is_scored = body.logprobs is not None and body.logprobs is not False  # 0: no alternatives to each token
         self._tells_text_only = not (is_scored or self._tells_tokens or self._has_usage_so_far)
         self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}  # by choice and kind of text
-        self._latest: dict[int, RequestOutput] = {}  # by prompt
+        self._latest: dict[int, RequestDelta] = {}  # by prompt
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
-        self._latest = {index: RequestOutput(self.id, None, prompt, []) for index, prompt in enumerate(prompts)}
+        self._latest = {index: RequestDelta(self.id, None, prompt, [], []) for index, prompt in enumerate(prompts)}
         return []
 
-    def news(self, index: int, output: RequestOutput) -> list[str]:
-        """One chunk for each change."""
-        # Usage so far is told of all prompts, perhaps in another thread than that in which their outputs grow.
-        self._latest[index] = output.copy() if self._has_usage_so_far else output
-        return [each for choice in output.outputs for each in self._events_of(index, output, choice)]
+    def news(self, index: int, delta: RequestDelta) -> list[str]:
+        """Makes one chunk for each change."""
+        self._latest[index] = delta
+        return [each for choice in delta.choices for each in self._events_of(index, delta, choice)]
 
     def closing(self) -> list[str]:
         return [event(self._chunk([])), DONE] if self._has_usage_chunk else [DONE]
@@ -75,7 +75,7 @@ class _ChoicesReply(Reply):
         return [event(ErrorBody(error=detail))]
 
     @abstractmethod
-    def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]: ...
+    def _events_of(self, index: int, delta: RequestDelta, choice: CompletionDelta) -> list[str]: ...
 
     @abstractmethod
     def _text_choice(self, index: int, kind: type[Piece], text: str) -> BaseModel:
@@ -112,14 +112,14 @@ class ChatReply(_ChoicesReply):
         self._progress = [ChoiceProgress(vocabulary, body.top_logprobs or 0) for _ in indices]
         self._answers = [Answer(new_reader()) for _ in indices]
 
-    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
+    def whole(self, outputs: list[RequestDelta]) -> BaseModel:
         (output,) = outputs
         return chat.ChatCompletion(
             **self._head,
-            choices=[self._whole_choice(choice) for choice in output.outputs],
+            choices=[self._whole_choice(choice) for choice in output.choices],
             usage=Usage.of(outputs),
             prompt_token_ids=output.prompt_token_ids if self._tells_tokens else None,
-            prompt_logprobs=prompt_logprobs(output, self._num_prompt_logprobs),
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs, self._num_prompt_logprobs),
         )
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
@@ -132,10 +132,11 @@ class ChatReply(_ChoicesReply):
             events.append(event(self._chunk([choice], prompt_token_ids=tokens)))
         return events
 
-    def _whole_choice(self, choice: CompletionOutput) -> chat.ChatChoice:
-        news = self._progress[choice.index].advance(choice)
+    def _whole_choice(self, choice: CompletionDelta) -> chat.ChatChoice:
+        progress = self._progress[choice.index]
+        news = progress.advance(choice)
         answer = self._answers[choice.index]
-        answer.read(choice.text, choice.finish_reason)
+        answer.keep(choice.text, choice.finish_reason)
         content, thoughts = answer.text_of(ContentPiece), answer.text_of(ReasoningPiece) or None
         calls = [_call(call, call, call.text) for call in answer.calls]
         return chat.ChatChoice(
@@ -146,40 +147,40 @@ class ChatReply(_ChoicesReply):
                 reasoning_content=thoughts,
                 tool_calls=calls or None,
             ),
-            logprobs=self._logprobs(news.positions if news else []),
+            logprobs=self._logprobs(progress.positions(news) if news else []),
             finish_reason=_finish_reason(answer, choice.finish_reason),
             stop_reason=choice.stop_reason,
-            token_ids=choice.token_ids if self._tells_tokens else None,
+            token_ids=list(choice.token_ids) if self._tells_tokens else None,
         )
 
-    def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]:  # noqa: ARG002
+    def _events_of(self, index: int, delta: RequestDelta, choice: CompletionDelta) -> list[str]:  # noqa: ARG002
         """One event per piece: the first carries the tokens' data, and the end has an event of its own."""
         news = self._progress[choice.index].advance(choice)
         if news is None:
             return []
         pieces = self._answers[choice.index].read(news.text, news.finish_reason)
         is_text = self._tells_text_only and news.finish_reason is None
-        if is_text and not any(part.is_call for part, _ in pieces):
+        if is_text and not any(isinstance(piece, CallPiece) for _, piece in pieces):
             return [self._text_event(choice.index, part.kind, piece.text) for part, piece in pieces]
-        return [event(self._chunk([each])) for each in self._chunk_choices(choice, pieces, news)]
+        return [event(self._chunk([each])) for each in self._chunk_choices(pieces, news)]
 
-    def _chunk_choices(
-        self, choice: CompletionOutput, pieces: list[tuple[Part, Piece]], news: News
-    ) -> list[chat.ChatChunkChoice]:
-        choices = [self._piece_choice(choice.index, part, piece) for part, piece in pieces]
+    def _chunk_choices(self, pieces: list[tuple[Part, Piece]], news: CompletionDelta) -> list[chat.ChatChunkChoice]:
+        index = news.index
+        choices = [self._piece_choice(index, part, piece) for part, piece in pieces]
         if news.finish_reason is not None:
-            reason = _finish_reason(self._answers[choice.index], news.finish_reason)
+            reason = _finish_reason(self._answers[index], news.finish_reason)
             end = chat.ChatChunkChoice(
-                index=choice.index, delta=chat.Delta(), finish_reason=reason, stop_reason=choice.stop_reason
+                index=index, delta=chat.Delta(), finish_reason=reason, stop_reason=news.stop_reason
             )
             choices.append(end)
         token_ids = news.token_ids if self._tells_tokens else None
-        if (news.positions or token_ids) and not choices:
-            choices.append(self._text_choice(choice.index, ContentPiece, ""))
-        if news.positions:
-            choices[0].logprobs = self._logprobs(news.positions)
+        positions = self._progress[index].positions(news)
+        if (positions or token_ids) and not choices:
+            choices.append(self._text_choice(index, ContentPiece, ""))
+        if positions:
+            choices[0].logprobs = self._logprobs(positions)
         if token_ids:
-            choices[0].token_ids = token_ids
+            choices[0].token_ids = list(token_ids)
         return choices
 
     def _piece_choice(self, index: int, part: Part, piece: Piece) -> chat.ChatChunkChoice:
@@ -241,70 +242,85 @@ class CompletionReply(_ChoicesReply):
         self._inputs = inputs
         self._num_choices = body.n or 1
         self._echoes: dict[int, _Echo] = {}  # by prompt
+        self._prompt_scores = defaultdict[int, list[TokenLogprobs | None]](list)  # by prompt
         self._progress: dict[int, ChoiceProgress] = {}  # by number of the choice
+        self._begun: set[int] = set()  # numbers of choices of which something was sent
 
-    def whole(self, outputs: list[RequestOutput]) -> completions.Completion:
+    def whole(self, outputs: list[RequestDelta]) -> completions.Completion:
         choices = []
         for index, output in enumerate(outputs):
-            scores = prompt_logprobs(output, self._num_prompt_logprobs)
-            for choice in output.outputs:
+            self._prompt_scores[index] += output.prompt_logprobs
+            scores = prompt_logprobs(output.prompt_logprobs, self._num_prompt_logprobs)
+            for choice in output.choices:
                 whole = self._choice(index, output, choice, self._advance(index, choice), is_first=True)
                 whole.prompt_logprobs = scores
                 choices.append(whole)
         return completions.Completion(**self._head, choices=choices, usage=Usage.of(outputs))
 
-    def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]:
-        scores = output.prompt_logprobs
-        if scores is not None and len(scores) < len(output.prompt_token_ids) and not output.finished:
-            return []  # another choice may be faster than the one that scores the prompt for all
-        is_first = self._number(index, choice) not in self._progress
-        news = self._advance(index, choice)
+    def news(self, index: int, delta: RequestDelta) -> list[str]:
+        self._prompt_scores[index] += delta.prompt_logprobs
+        return super().news(index, delta)
+
+    def _events_of(self, index: int, delta: RequestDelta, choice: CompletionDelta) -> list[str]:
+        num_scored = len(self._prompt_scores[index])
+        # Another choice may be faster than the one that scores the prompt for all.
+        waits = 0 < num_scored < len(delta.prompt_token_ids) and not delta.finished
+        news = self._advance(index, choice, waits=waits)
+        if waits:
+            return []
+        is_first = self._number(index, choice) not in self._begun
+        self._begun.add(self._number(index, choice))
         if self._tells_text_only and not is_first and news is not None and news.finish_reason is None:
             return [self._text_event(self._number(index, choice), ContentPiece, news.text)]
         if news is None and not (is_first and (self._has_echo or self._tells_tokens)):
             return []
-        new = self._choice(index, output, choice, news, is_first)
+        new = self._choice(index, delta, choice, news, is_first)
         if new.logprobs is not None and not new.logprobs.tokens:
             new.logprobs = None  # clients read the last entry of a chunk's list
         return [event(self._chunk([new]))]
 
-    def _number(self, index: int, choice: CompletionOutput) -> int:
+    def _number(self, index: int, choice: CompletionDelta) -> int:
         return index * self._num_choices + choice.index
 
-    def _advance(self, index: int, choice: CompletionOutput) -> News | None:
+    def _advance(self, index: int, choice: CompletionDelta, *, waits: bool = False) -> CompletionDelta | None:
         number = self._number(index, choice)
         if number not in self._progress:
             self._progress[number] = ChoiceProgress(self._inputs.vocabulary, self._num_logprobs or 0)
-        return self._progress[number].advance(choice)
+        return self._progress[number].advance(choice, waits=waits)
 
     def _text_choice(self, index: int, kind: type[Piece], text: str) -> completions.CompletionChoice:  # noqa: ARG002
         return completions.CompletionChoice(index=index, text=text, finish_reason=None)
 
     def _choice(
-        self, index: int, output: RequestOutput, choice: CompletionOutput, news: News | None, is_first: bool
+        self, index: int, delta: RequestDelta, choice: CompletionDelta, news: CompletionDelta | None, is_first: bool
     ) -> completions.CompletionChoice:
         """The new part of a choice; `is_first`: with the prompt, if that is part of the reply."""
         if index not in self._echoes:
-            self._echoes[index] = self._echo(output)
-        echo = self._echoes[index]
-        news = news or News("", [], [], None)
-        positions = [replace(each, offset=each.offset + len(echo.text)) for each in news.positions]
+            self._echoes[index] = self._echo(index, delta)
+        echo, number = self._echoes[index], self._number(index, choice)
+        text, positions = "", list[ScoredPosition]()
+        if news is not None:
+            text = news.text
+            positions = [
+                replace(each, offset=each.offset + len(echo.text)) for each in self._progress[number].positions(news)
+            ]
         return completions.CompletionChoice(
-            index=self._number(index, choice),
-            text=echo.text + news.text if is_first else news.text,
+            index=number,
+            text=echo.text + text if is_first else text,
             logprobs=four_lists(echo.positions + positions if is_first else positions)
             if self._num_logprobs is not None
             else None,
-            finish_reason=news.finish_reason,
-            stop_reason=choice.stop_reason if news.finish_reason else None,
-            token_ids=news.token_ids if self._tells_tokens else None,
-            prompt_token_ids=output.prompt_token_ids if is_first and self._tells_tokens else None,
+            finish_reason=news.finish_reason if news else None,
+            stop_reason=news.stop_reason if news else None,
+            token_ids=list(news.token_ids if news else ()) if self._tells_tokens else None,
+            prompt_token_ids=delta.prompt_token_ids if is_first and self._tells_tokens else None,
         )
 
-    def _echo(self, output: RequestOutput) -> _Echo:
+    def _echo(self, index: int, delta: RequestDelta) -> _Echo:
         if not self._has_echo:
             return _Echo("", [])
-        text = output.prompt
+        text = delta.prompt
         if text is None or self._is_truncated:
-            text = self._inputs.tokenizer.decode(output.prompt_token_ids)
-        return _Echo(text, scored_prompt(output, text, self._num_logprobs or 0, self._inputs.vocabulary))
+            text = self._inputs.tokenizer.decode(delta.prompt_token_ids)
+        shown = (text, self._num_logprobs or 0, self._inputs.vocabulary)
+        return _Echo(text, scored_prompt(delta.prompt_token_ids, self._prompt_scores[index], *shown))

@@ -1,17 +1,22 @@
 """Log-probabilities as completions tell them, in lists and by name, and those of prompts."""
 
+from collections.abc import Sequence
+
 from chairlift.api.openai.choices import PromptLogprob, PromptLogprobs
 from chairlift.api.openai.completions import CompletionLogprobs
 from chairlift.api.replies.scores import ScoredPosition, ScoredToken, scored
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import RequestOutput, TokenLogprobs
+from chairlift.params import TokenLogprobs
+
+PromptScores = Sequence[TokenLogprobs | None]
+"""The log-probabilities at a prompt's positions; None at the first one."""
 
 
-def prompt_logprobs(output: RequestOutput, num_top: int | None) -> PromptLogprobs | None:
-    """A prompt's scores by token id, if that was asked for."""
+def prompt_logprobs(scores: PromptScores, num_top: int | None) -> PromptLogprobs | None:
+    """Names a prompt's scores by token id, if that was asked for."""
     if num_top is None:
         return None
-    return [None if position is None else _told(position, num_top) for position in output.prompt_logprobs or []]
+    return [None if position is None else _told(position, num_top) for position in scores]
 
 
 def _told(position: TokenLogprobs, num_top: int) -> dict[int, PromptLogprob]:
@@ -23,11 +28,13 @@ def _told(position: TokenLogprobs, num_top: int) -> dict[int, PromptLogprob]:
     }
 
 
-def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vocabulary) -> list[ScoredPosition]:
-    """A prompt's positions, if they were scored. Special tokens that its text omits have no length in it."""
+def scored_prompt(
+    token_ids: Sequence[int], scores: PromptScores, text: str, num_top: int, vocabulary: Vocabulary
+) -> list[ScoredPosition]:
+    """Returns a prompt's positions, if they were scored. Special tokens that its text omits have no length in it."""
     positions: list[ScoredPosition] = []
     num_bytes, encoded = 0, text.encode()
-    for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
+    for token, logprobs in zip(token_ids, scores, strict=False):
         offset = len(encoded[:num_bytes].decode(errors="ignore"))
         if logprobs is None:
             positions.append(ScoredPosition(ScoredToken(token, vocabulary.token_bytes(token), None), [], offset))

@@ -1,8 +1,8 @@
-"""The new part of a growing choice: its text as thoughts, content and calls, and its tokens with their scores."""
+"""What is new of a choice: its text as thoughts, content and calls, and its tokens with their scores."""
 
 from abc import abstractmethod
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from chairlift.api.answers import AnswerReader, NewReader
@@ -10,19 +10,25 @@ from chairlift.api.answers.text import CallPiece, Piece
 from chairlift.api.replies.reply import Reply
 from chairlift.api.replies.scores import ScoredPosition, scored
 from chairlift.api.wire.events import BLANK, NamedEvent, TextEvent
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput
+from chairlift.params import FinishReason
 
 
 @dataclass(slots=True)
 class Part:
-    """A part of an answer that is of one kind, as far as it was read; a call's text is its arguments or input."""
+    """A part of an answer that is of one kind, as far as it was read."""
 
     kind: type[Piece]
     index: int  # among all parts
     name: str = ""  # of the function that is called
     call_id: str = ""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # those that were kept
+
+    @property
+    def text(self) -> str:
+        """The text that was kept; a call's is its arguments or input."""
+        return "".join(self.pieces)
 
     @property
     def is_call(self) -> bool:
@@ -42,15 +48,19 @@ class Answer:
         return [part for part in self.parts if part.is_call]
 
     def text_of(self, kind: type[Piece]) -> str:
-        """All text of this kind."""
+        """Returns all text of this kind that was kept."""
         return "".join(part.text for part in self.parts if part.kind is kind)
 
     def read(self, text: str, reason: FinishReason | None) -> list[tuple[Part, Piece]]:
-        """The pieces in the new text, each with the part that it extends. `reason`: why no more text follows."""
+        """Finds the pieces in the new text, each with the part that it extends. `reason`: why no more text follows."""
         is_last, is_whole = reason is not None, reason is FinishReason.STOP
-        pieces = [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last, is_whole)]
+        return [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last, is_whole)]
+
+    def keep(self, text: str, reason: FinishReason | None) -> list[tuple[Part, Piece]]:
+        """Reads the new text, and keeps what the parts say, for a reply that repeats it at the end."""
+        pieces = self.read(text, reason)
         for part, piece in pieces:
-            part.text += piece.text
+            part.pieces.append(piece.text)
         return pieces
 
     def begin(self, kind: type[Piece], name: str = "") -> Part:
@@ -72,14 +82,14 @@ class ConversationReply(Reply):
     def __init__(self, vocabulary: Vocabulary, num_top: int, new_reader: NewReader) -> None:
         self._progress = ChoiceProgress(vocabulary, num_top)
         self._answer = Answer(new_reader())
-        self._latest: RequestOutput | None = None
+        self._latest: RequestDelta | None = None
         self._open: Part | None = None
         self._telling: TextEvent | None = None  # with more text of the open part
 
     def _take(self, text: str, reason: FinishReason | None = None) -> list[str]:
         """Events for the new text of the answer; `reason`: why no more follows."""
         events: list[str] = []
-        for part, piece in self._answer.read(text, reason):
+        for part, piece in self._answer.keep(text, reason):
             if part is not self._open:
                 events += self._begin(part)
             events += self._grow(part, piece.text)
@@ -110,18 +120,8 @@ class ConversationReply(Reply):
         """Events that end the open part, if there is one."""
 
 
-@dataclass(slots=True)
-class News:
-    """The news of a choice."""
-
-    text: str
-    token_ids: list[int]
-    positions: list[ScoredPosition]
-    finish_reason: FinishReason | None
-
-
 class ChoiceProgress:
-    """Knows how much of one choice has been sent.
+    """Holds back the tokens of one choice until they are sent, with the text that they are part of.
 
     A scored token is sent with the first of its characters. One without any (the end token, what a stop string cut off)
     is sent at the end: evaluation harnesses rely on as many scores as `usage` counts tokens.
@@ -131,34 +131,30 @@ class ChoiceProgress:
         """`num_top`: how many likeliest tokens are shown at each position, if positions are scored at all."""
         self._vocabulary = vocabulary
         self._num_top = num_top
-        self._num_characters = 0
-        self._num_tokens = 0
+        self._num_characters = 0  # sent
+        self._held: CompletionDelta | None = None
         self._has_ended = False
 
-    def advance(self, choice: CompletionOutput) -> News | None:
-        """Returns what is new in it; None if nothing is."""
-        finish_reason = choice.finish_reason
-        text = choice.text[self._num_characters :]
-        ends_now = finish_reason is not None and not self._has_ended
-        if not text and not ends_now:
+    def advance(self, delta: CompletionDelta, *, waits: bool = False) -> CompletionDelta | None:
+        """Returns what is to be sent now; None if nothing is. `waits`: nothing is to be sent yet."""
+        if self._held is not None:
+            delta, self._held = self._held.followed_by(delta), None
+        ends_now = delta.finish_reason is not None and not self._has_ended
+        if waits or not (delta.text or ends_now):
+            if delta.text or delta.token_ids:
+                self._held = delta
             return None
-        self._num_characters += len(text)
+        self._num_characters += len(delta.text)
         self._has_ended = self._has_ended or ends_now
-        start, end = self._num_tokens, self._num_tokens_out(choice)
-        self._num_tokens = end
-        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), finish_reason)
+        if delta.logprobs and not self._has_ended:
+            num_sent = bisect_left(delta.text_offsets, self._num_characters)
+            if num_sent < len(delta.token_ids):
+                delta, self._held = delta.cut(num_sent)
+        return delta
 
-    def _num_tokens_out(self, choice: CompletionOutput) -> int:
-        """The number of tokens sent with the text so far."""
-        if self._has_ended or choice.text_offsets is None:
-            return len(choice.token_ids)
-        return bisect_left(choice.text_offsets, self._num_characters)
-
-    def _positions(self, choice: CompletionOutput, start: int, end: int) -> list[ScoredPosition]:
-        """The scores of these tokens; offsets do not exceed the length of the text."""
-        if choice.logprobs is None or choice.text_offsets is None:
-            return []
+    def positions(self, sent: CompletionDelta) -> list[ScoredPosition]:
+        """Returns the scores of what is sent now; offsets do not exceed the length of the text."""
         return [
-            scored(choice.logprobs[i], self._num_top, min(choice.text_offsets[i], len(choice.text)), self._vocabulary)
-            for i in range(start, end)
+            scored(logprobs, self._num_top, min(offset, self._num_characters), self._vocabulary)
+            for logprobs, offset in zip(sent.logprobs, sent.text_offsets, strict=True)
         ]

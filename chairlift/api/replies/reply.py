@@ -1,4 +1,4 @@
-"""The interface of replies: a protocol turns outputs into a whole one, or the events of a streamed one."""
+"""The interface of replies: a protocol turns deltas into a whole one, or the events of a streamed one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from chairlift.api.http.event_stream import KEEP_ALIVE
 from chairlift.api.wire.errors import ErrorDetail
-from chairlift.params import RequestOutput
+from chairlift.engine.text.deltas import RequestDelta
 
 
 class Reply(ABC):
@@ -18,18 +18,16 @@ class Reply(ABC):
     num_repeated = 0  # bytes of the request that the reply repeats, and a streamed one repeatedly
 
     @abstractmethod
-    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
-        """The reply to a request that does not stream."""
+    def whole(self, outputs: list[RequestDelta]) -> BaseModel:
+        """Makes the reply to a request that does not stream; `outputs`: of each prompt, all that it has gained."""
 
     @abstractmethod
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
         """Events that come before any text; `prompts`: their tokens."""
 
     @abstractmethod
-    def news(self, index: int, output: RequestOutput) -> list[str]:
-        """Events for what prompt number `index` has gained since the last call for it. Nothing else changes `output`
-        meanwhile.
-        """
+    def news(self, index: int, delta: RequestDelta) -> list[str]:
+        """Makes the events for what prompt number `index` has gained."""
 
     @abstractmethod
     def closing(self) -> list[str]:

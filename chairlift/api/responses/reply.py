@@ -1,4 +1,4 @@
-"""Turns outputs into the items of `/v1/responses`, which grow, and their events."""
+"""Turns deltas into the items of `/v1/responses`, which grow, and their events."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +22,10 @@ from chairlift.api.wire.events import event
 from chairlift.api.wire.scores import TokenLogprob
 from chairlift.api.wire.tools import LeftOutTool
 from chairlift.api.wire.usage import Usage
+from chairlift.engine.text.deltas import RequestDelta
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
-from chairlift.params import FinishReason, RequestOutput, SamplingParams
+from chairlift.params import FinishReason, SamplingParams
 
 _PREFIXES: dict[type[Piece], str] = {  # of ids
     ContentPiece: "msg",
@@ -74,7 +75,7 @@ class ResponsesReply(ConversationReply):
         self.num_repeated = len(self._start.model_dump_json().encode())
         _check_repeated(self.num_repeated - len(to_json(self._start.instructions)))
 
-    def whole(self, outputs: list[RequestOutput]) -> wire.ResponseObject:
+    def whole(self, outputs: list[RequestDelta]) -> wire.ResponseObject:
         (output,) = outputs
         self._read(output)
         return self._final(output)
@@ -85,8 +86,8 @@ class ResponsesReply(ConversationReply):
             wire.Event(type="response.in_progress", response=self._start),
         )
 
-    def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
-        return self._numbered(self._read(output))
+    def news(self, index: int, delta: RequestDelta) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
+        return self._numbered(self._read(delta))
 
     def closing(self) -> list[str]:
         assert self._latest is not None, "a generation has at least one output"
@@ -122,17 +123,18 @@ class ResponsesReply(ConversationReply):
             for each, number in zip(events, self._numbers, strict=False)
         ]
 
-    def _read(self, output: RequestOutput) -> list[str]:
+    def _read(self, delta: RequestDelta) -> list[str]:
         """Events for new text, cut where scored tokens begin: each score goes with its text, and none into a call."""
-        self._latest = output
-        (choice,) = output.outputs
+        self._latest = delta
+        (choice,) = delta.choices
         news = self._progress.advance(choice)
         if news is None:
             return []
-        bounds = [each.offset - self._num_read for each in news.positions] + [len(news.text)]
+        positions = self._progress.positions(news)
+        bounds = [each.offset - self._num_read for each in positions] + [len(news.text)]
         self._num_read += len(news.text)
         events = self._take(news.text[: bounds[0]])
-        for position, begin, end in zip(news.positions, bounds, bounds[1:], strict=False):
+        for position, begin, end in zip(positions, bounds, bounds[1:], strict=False):
             self._unplaced.append(position)
             events += self._take(news.text[begin:end])
         return events + (self._end(news.finish_reason) if news.finish_reason is not None else [])
@@ -210,8 +212,8 @@ class ResponsesReply(ConversationReply):
         """All items; one that is open counts as incomplete."""
         return self._closed + ([] if self._open is None else [self._item(self._open, "incomplete")])
 
-    def _final(self, output: RequestOutput) -> wire.ResponseObject:
-        reason = output.outputs[0].finish_reason
+    def _final(self, delta: RequestDelta) -> wire.ResponseObject:
+        reason = delta.choices[0].finish_reason
         is_complete = reason is FinishReason.STOP
         details = wire.IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
         final = self._start.model_copy(
@@ -220,7 +222,7 @@ class ResponsesReply(ConversationReply):
                 "completed_at": int(time.time()) if is_complete else None,
                 "incomplete_details": None if is_complete else details,
                 "output": self._items_so_far(),
-                "usage": wire.ResponseUsage.of(Usage.of([output])),
+                "usage": wire.ResponseUsage.of(Usage.of([delta])),
             }
         )
         if self._keep is not None:

@@ -1,8 +1,8 @@
 """The record of a request while it is served, for its line in the log, the metrics and its trace."""
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
+from chairlift.params import FinishReason, RequestTimes
 
 if TYPE_CHECKING:  # the check of settings imports this, but must not import the engine
-    from chairlift.engine.async_llm import Numbered
+    from chairlift.engine.mailbox import Mailbox, Numbered
+    from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
     from chairlift.engine.text.inputs import Generation
 
 CLIENT_LEFT = 499
@@ -51,7 +52,7 @@ class Observation:
     reply_id: str | None = None  # the id by which the client knows the reply; None if there was none
     is_streamed: bool = False
     generations: Sequence["Generation"] = ()
-    latest: dict[int, RequestOutput] = field(default_factory=dict)  # the newest output of each generation
+    mailbox: "Mailbox | None" = None  # of the generations; None: they were not begun
     error: Exception | None = None  # that ended all of them
     reason: str | None = None  # why there is an error instead of a reply
     warnings: Sequence[str] = ()  # what the answer leaves out of account
@@ -70,13 +71,12 @@ class Observation:
         self.is_streamed = is_streamed
         self.warnings = warnings
 
-    async def follow(self, outputs: "AsyncGenerator[Numbered]") -> "AsyncGenerator[Numbered]":
-        """Passes outputs on, and notes the newest ones and how they end."""
+    async def follow(self, run: "AbstractAsyncContextManager[Mailbox]") -> "AsyncGenerator[Numbered]":
+        """Passes deltas of a run on, and notes how it ends."""
         try:
-            async with aclosing(outputs):
-                async for index, output in outputs:
-                    self.latest[index] = output
-                    yield index, output
+            async with run as self.mailbox:
+                async for index, delta in self.mailbox:
+                    yield index, delta
         except Exception as error:
             self.error = error
             raise
@@ -85,12 +85,24 @@ class Observation:
     def outcomes(self) -> list[Outcome]:
         """The outcome of every sequence, in order."""
         unfinished = _OUTCOMES_OF_ERRORS.get(type(self.error), Outcome.ERROR)
-        found = []
-        for index, generation in enumerate(self.generations):
-            output = self.latest.get(index)
-            choices = [None] * generation.params.n if output is None else output.outputs
-            found += [unfinished if choice is None else _outcome_of(choice) or unfinished for choice in choices]
-        return found
+        if self.mailbox is None:
+            return [unfinished for generation in self.generations for _ in range(generation.params.n)]
+        choices = [choice for delta in self._progress for choice in delta.choices]
+        return [self._outcome_of(choice) or unfinished for choice in choices]
+
+    def _outcome_of(self, choice: "CompletionDelta") -> Outcome | None:
+        """None if the sequence did not end by itself."""
+        if choice.finish_reason is None or (choice.error is not None and self.error is not None):
+            return None
+        if choice.error is not None:
+            return Outcome.ERROR
+        is_late = choice.finish_reason is FinishReason.ABORT and choice.stop_reason is not None
+        return Outcome.TIMEOUT if is_late else Outcome(choice.finish_reason)
+
+    @property
+    def _progress(self) -> "list[RequestDelta]":
+        """How far each generation has come."""
+        return [] if self.mailbox is None else self.mailbox.progress
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,12 +110,12 @@ class Observation:
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(output.num_cached_tokens for output in self.latest.values())
+        return sum(delta.num_cached_tokens for delta in self._progress)
 
     @property
     def output_lengths(self) -> list[int]:
-        """The number of tokens of every sequence that has any."""
-        return [len(choice.token_ids) for output in self.latest.values() for choice in output.outputs]
+        """The number of tokens of every sequence."""
+        return [choice.num_tokens for delta in self._progress for choice in delta.choices]
 
     @property
     def queue_seconds(self) -> float | None:
@@ -124,18 +136,8 @@ class Observation:
 
     @property
     def _times(self) -> RequestTimes | None:
-        known = [output.times for output in self.latest.values() if output.times is not None]
+        known = [delta.times for delta in self._progress if delta.times is not None]
         return reduce(RequestTimes.first_of, known) if known else None
-
-
-def _outcome_of(choice: CompletionOutput) -> Outcome | None:
-    """None while the sequence runs."""
-    if choice.finish_reason is None:
-        return None
-    if choice.error is not None:
-        return Outcome.ERROR
-    is_late = choice.finish_reason is FinishReason.ABORT and choice.stop_reason is not None
-    return Outcome.TIMEOUT if is_late else Outcome(choice.finish_reason)
 
 
 OBSERVATION = web.RequestKey("chairlift_observation", Observation)

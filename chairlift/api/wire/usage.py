@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel
 
-from chairlift.params import RequestOutput
+from chairlift.engine.text.deltas import RequestDelta
 
 
 class PromptTokensDetails(BaseModel):
@@ -32,10 +32,11 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+    def of(cls, outputs: Sequence[RequestDelta]) -> Self:
+        """Counts the tokens of each prompt by its newest delta."""
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        choices = [choice for output in outputs for choice in output.outputs]
-        num_generated = sum(len(choice.token_ids) for choice in choices)
+        choices = [choice for output in outputs for choice in output.choices]
+        num_generated = sum(choice.num_tokens for choice in choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
         return cls(
             prompt_tokens=num_prompt,

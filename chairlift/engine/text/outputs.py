@@ -1,27 +1,29 @@
-"""Turns token events into what callers see: cumulative outputs, whose text has no stop strings or half characters.
+"""Turns token events into what callers see: deltas, whose text has no stop strings or half characters.
 
-TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> StopMatcher -> CompletionOutput
+TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> StopMatcher -> CompletionDelta
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import RequestFailed
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
 logger = logging.getLogger(__name__)
 
 
 class _Choice:
-    """One continuation while it grows."""
+    """One continuation while it is generated, and what is new of it."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, generation: Generation) -> None:
+        self._index = index
         self._params = generation.params
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, generation.prompt_token_ids)
@@ -32,43 +34,76 @@ class _Choice:
         self._shown = {tokenizer.backend.token_to_id(name): name for name in text_options.shown_tokens}
         self._thinking = text_options.thinking  # None once the thoughts are over
         self._is_thinking = self._thinking is not None and self._thinking.has_begun
+        self._is_scored = generation.params.logprobs is not None
         self._num_decoded = 0  # characters, including those that are held back
+        self._num_tokens = self._num_reasoning = self._num_drafted = self._num_accepted = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._error: str | None = None
+        self._texts: list[str] = []  # this and the next: new
+        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._text_offsets: list[int] = []
-        self.output = CompletionOutput(index)
-        if generation.params.logprobs is not None:
-            self.output.logprobs, self.output.text_offsets = self._logprobs, self._text_offsets
 
-    def take(self, event: TokenEvent) -> bool:
+    def progress(self) -> CompletionDelta:
+        """Returns how far it has come, as a delta without news."""
+        return CompletionDelta(
+            self._index,
+            "",
+            (),
+            (),
+            (),
+            self._num_tokens,
+            self.finish_reason,
+            self._stop_reason,
+            self._error,
+            self._num_reasoning,
+            self._num_accepted,
+            self._num_drafted - self._num_accepted,
+        )
+
+    def take(self) -> CompletionDelta:
+        """Returns what is new, which belongs to the caller from now on."""
+        delta = self.progress()
+        if self._texts:
+            delta.text, self._texts = "".join(self._texts), []
+        if self._token_ids:
+            delta.token_ids, self._token_ids = self._token_ids, []
+        if self._logprobs:
+            delta.logprobs, self._logprobs = self._logprobs, []
+            delta.text_offsets, self._text_offsets = self._text_offsets, []
+        return delta
+
+    def add(self, event: TokenEvent) -> bool:
         """Adds the event's tokens. True if the text ended but the engine's sequence did not, and must be aborted."""
         num_shown = len(event.new_token_ids) - event.has_end_token
-        self.output.num_accepted_tokens = event.num_accepted
-        self.output.num_rejected_tokens = event.num_drafted - event.num_accepted
+        self._num_drafted, self._num_accepted = event.num_drafted, event.num_accepted
         for position, token in enumerate(event.new_token_ids):
-            self.output.token_ids.append(token)
+            self._token_ids.append(token)
+            self._num_tokens += 1
             if self._thinking is not None:
                 self._think(token, self._thinking)
-            if self.output.logprobs is not None:
+            if self._is_scored:
                 self._logprobs.append(_name(event.logprobs[position], self._tokenizer))
                 self._text_offsets.append(self._num_decoded)
-            if self._take_text(token, is_end=position >= num_shown):
+            if self._add_text_of(token, is_end=position >= num_shown):
                 return event.finish_reason is None
         if event.finish_reason is not None and not self._add(self._detokenizer.finish()):
-            self.output.text += self._matcher.finish()
-            self.output.stop_reason = event.stop_reason
-            self.output.error = event.error
-            self.output.finish_reason = event.finish_reason
+            self._texts.append(self._matcher.finish())
+            self._stop_reason = event.stop_reason
+            self._error = event.error
+            self.finish_reason = event.finish_reason
         return False
 
     def _think(self, token: int, thinking: Thinking) -> None:
         """Counts the token if it belongs to the thoughts, which begin in the prompt or with the first token."""
         if self._is_thinking and token != thinking.end_id:
-            self.output.num_reasoning_tokens += 1
+            self._num_reasoning += 1
         else:
             self._is_thinking = not self._is_thinking and token == thinking.begin_id
             self._thinking = thinking if self._is_thinking else None
 
-    def _take_text(self, token: int, is_end: bool) -> bool:
+    def _add_text_of(self, token: int, is_end: bool) -> bool:
         """Adds the text that this token completes; an end token has none. True as for `_add`."""
         name, mark = None if is_end else self._shown.get(token), self._marks.get(token)
         if name is not None:
@@ -85,14 +120,15 @@ class _Choice:
         if not piece and not mark:
             return False
         self._num_decoded += len(piece)
-        may_end = len(self.output.token_ids) > self._params.min_tokens
+        may_end = self._num_tokens > self._params.min_tokens
         text, stop = self._matcher.push(piece + mark) if may_end else (piece, None)
-        self.output.text += text
+        if text:
+            self._texts.append(text)
         is_over = self._watcher is not None and self._watcher.push(text)
         if not may_end or (stop is None and not is_over):
             return False
-        self.output.stop_reason = stop
-        self.output.finish_reason = FinishReason.STOP
+        self._stop_reason = stop
+        self.finish_reason = FinishReason.STOP
         return True
 
 
@@ -104,23 +140,22 @@ def _name(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
 
 
 class GenerationState:
-    """All continuations of one prompt while they grow."""
+    """All continuations of one prompt while they are generated, and what is new of them."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self.generation = generation
         self._tokenizer = tokenizer
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
-        self.output = RequestOutput(  # it grows; see `RequestOutput.copy`
-            generation.request_id,
-            generation.prompt,
-            generation.prompt_token_ids,
-            [choice.output for choice in self._choices],
-            prompt_logprobs=None if generation.params.prompt_logprobs is None else [None],  # the first token has none
-        )
+        self._is_prompt_scored = generation.params.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs | None] = []  # new
+        if self._is_prompt_scored:
+            self._prompt_logprobs.append(None)  # the first token has none
+        self._num_cached_tokens = 0
+        self._times: RequestTimes | None = None
 
     @property
     def is_finished(self) -> bool:
-        return self.output.finished
+        return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -128,20 +163,42 @@ class GenerationState:
         return [
             request.request_id
             for request, choice in zip(self.generation.requests, self._choices, strict=True)
-            if choice.output.finish_reason is None
+            if choice.finish_reason is None
         ]
 
-    def take(self, index: int, event: TokenEvent) -> bool:
-        """See `_Choice.take`. Drops events after the end of a choice, which are surplus."""
-        output = self.output
-        if output.prompt_logprobs is not None:
-            output.prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
+    def progress(self) -> RequestDelta:
+        """Returns how far all continuations have come, as a delta without news."""
+        return self._delta([choice.progress() for choice in self._choices], ())
+
+    def take(self) -> RequestDelta:
+        """Returns what is new since the last call, which belongs to the caller from now on."""
+        scores = self._prompt_logprobs
+        if scores:
+            self._prompt_logprobs = []
+        return self._delta([choice.take() for choice in self._choices], scores or ())
+
+    def add(self, index: int, event: TokenEvent) -> bool:
+        """Adds an event of a choice; see `_Choice.add`. Drops those after the choice's end, which are surplus."""
+        if self._is_prompt_scored and event.prompt_logprobs:
+            self._prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
         if event.times is not None:
-            output.times = event.times if output.times is None else output.times.first_of(event.times)
+            self._times = event.times if self._times is None else self._times.first_of(event.times)
             if index == 0:
-                output.num_cached_tokens = event.num_cached_tokens
+                self._num_cached_tokens = event.num_cached_tokens
         choice = self._choices[index]
-        return choice.output.finish_reason is None and choice.take(event)
+        return choice.finish_reason is None and choice.add(event)
+
+    def _delta(self, choices: list[CompletionDelta], scores: Sequence[TokenLogprobs | None]) -> RequestDelta:
+        generation = self.generation
+        return RequestDelta(
+            generation.request_id,
+            generation.prompt,
+            generation.prompt_token_ids,
+            choices,
+            scores,
+            self._num_cached_tokens,
+            self._times,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +238,7 @@ class OutputProcessor:
             state, index = self._routes[event.request_id]
             delivery.changed[state] = None
             try:
-                if state.take(index, event):
+                if state.add(index, event):
                     delivery.to_abort.append(event.request_id)
             except Exception as error:  # if one text cannot be decoded, the others must continue
                 logger.error("detokenizing %s failed", event.request_id, exc_info=error)

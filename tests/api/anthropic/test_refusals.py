@@ -1,5 +1,9 @@
 """What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
 
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -7,6 +11,7 @@ import anthropic
 import pytest
 
 from chairlift.api import ServerConfig
+from chairlift.engine.mailbox import Mailbox
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, error_of, events_of, whole_of
 from tests.api.conftest import Server, serving
@@ -110,10 +115,15 @@ async def test_a_prompt_far_too_long_is_told_at_least_its_length(server: Server)
 async def test_a_broken_stream_ends_with_an_error_event(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all = server.llm.run_all
 
-    async def break_off(generations: Any, **wishes: Any) -> Any:
-        async for each in run_all(generations, **wishes):
-            yield each
-            raise QueueTimeout("waited 5 s for a slot")
+    @asynccontextmanager
+    async def break_off(generations: Any, **wishes: Any) -> AsyncGenerator[Mailbox]:
+        async with run_all(generations, **wishes) as mailbox:
+            monkeypatch.setattr(mailbox, "notify", partial(notify_and_fail, mailbox, mailbox.notify))
+            yield mailbox
+
+    def notify_and_fail(mailbox: Mailbox, notify: Callable[[str], None], request_id: str) -> None:
+        notify(request_id)
+        asyncio.get_running_loop().call_later(0.0, mailbox.fail, QueueTimeout("waited 5 s for a slot"))
 
     monkeypatch.setattr(server.llm, "run_all", break_off)
     async with posted(server, {**ASKED, "stream": True}) as response:

@@ -14,7 +14,8 @@ from openai import AsyncOpenAI
 from chairlift.api.answers import AnswerReader, ToolFamily
 from chairlift.api.responses.reply import ResponsesReply
 from chairlift.api.responses.request import ResponsesRequest
-from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
+from chairlift.params import FinishReason, Logprob, SamplingParams
 from tests.api.conftest import Server
 from tests.api.contract import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, post, serving, without_identity
 from tests.api.responses.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
@@ -161,17 +162,17 @@ TWO_CALLS = (
 )
 
 
-def outputs_of(text: str, step: int, reason: FinishReason) -> list[RequestOutput]:
-    """A growing answer of a scored token per byte, `step` characters at a time."""
-    states = []
-    for length in [*range(step, len(text), step), len(text)]:
-        choice = CompletionOutput(
-            0, text[:length], list(text[:length].encode()), reason if text[length:] == "" else None
-        )
-        choice.logprobs = [{token: Logprob(-float(index), 1)} for index, token in enumerate(choice.token_ids)]
-        choice.text_offsets = list(range(length))
-        states.append(RequestOutput("r", None, [1, 2, 3], [choice]))
-    return states
+def deltas_of(text: str, step: int, reason: FinishReason) -> list[RequestDelta]:
+    """An answer of a scored token per byte, `step` characters at a time."""
+    deltas = []
+    for begin in range(0, max(len(text), 1), step):
+        offsets = range(begin, min(begin + step, len(text)))
+        said = text[begin : begin + step]
+        scores = [{ord(text[offset]): Logprob(-float(offset), 1)} for offset in offsets]
+        finish_reason = reason if begin + step >= len(text) else None
+        choice = CompletionDelta(0, said, [*said.encode()], scores, offsets, begin + len(said), finish_reason)
+        deltas.append(RequestDelta("r", None, [1, 2, 3], [choice], []))
+    return deltas
 
 
 def reply_of(server: Server) -> ResponsesReply:
@@ -180,9 +181,9 @@ def reply_of(server: Server) -> ResponsesReply:
     return ResponsesReply(body, SamplingParams(), "bundled", server.llm.inputs.vocabulary, reader)
 
 
-def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:
+def streamed(reply: ResponsesReply, deltas: list[RequestDelta]) -> Events:
     opening = reply.opening()
-    news = [event for state in states for event in reply.news(0, state)]
+    news = [event for delta in deltas for event in reply.news(0, delta)]
     return Events.of("".join([*opening, *news, *reply.closing()]))
 
 
@@ -190,8 +191,7 @@ def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:
 async def test_text_and_calls_are_items_in_the_order_of_the_text_and_scores_stay_with_their_text(
     server: Server, step: int
 ) -> None:
-    states = outputs_of(TWO_CALLS, step, FinishReason.STOP)
-    events = streamed(reply_of(server), states)
+    events = streamed(reply_of(server), deltas_of(TWO_CALLS, step, FinishReason.STOP))
     assert events.types == [*OPENING, *MESSAGE_EVENTS, *CALL_EVENTS, *CALL_EVENTS, *MESSAGE_EVENTS, COMPLETED]
     first, f, g, last = items = events.last_response["output"]
     assert (first["content"][0]["text"], last["content"][0]["text"].strip()) == ("Let me see.", "That is all.")
@@ -204,7 +204,7 @@ async def test_text_and_calls_are_items_in_the_order_of_the_text_and_scores_stay
         kind = "output_text" if item["type"] == "message" else "function_call_arguments"
         told = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
         assert events.joined(f"response.{kind}.delta", index) == told
-    whole = reply_of(server).whole(states[-1:]).model_dump()
+    whole = reply_of(server).whole(deltas_of(TWO_CALLS, len(TWO_CALLS), FinishReason.STOP)).model_dump()
     assert without_identity(events.last_response) == without_identity(whole)
     for message, begin in ((first, 0), (last, TWO_CALLS.index("That"))):
         text = message["content"][0]["text"].strip()
@@ -213,14 +213,14 @@ async def test_text_and_calls_are_items_in_the_order_of_the_text_and_scores_stay
 
 
 async def test_an_answer_of_nothing_is_an_empty_message(server: Server) -> None:
-    events = streamed(reply_of(server), outputs_of("", 1, FinishReason.STOP))
+    events = streamed(reply_of(server), deltas_of("", 1, FinishReason.STOP))
     assert events.types == [*OPENING, *(kind for kind in MESSAGE_EVENTS if "delta" not in kind), COMPLETED]
     assert events.last_response["output"][0]["content"][0]["text"] == ""
 
 
 async def test_a_call_that_was_cut_off_is_the_one_that_is_incomplete(server: Server) -> None:
     text = TWO_CALLS[: TWO_CALLS.index('"g"') + 20]
-    events = streamed(reply_of(server), outputs_of(text, 5, FinishReason.LENGTH))
+    events = streamed(reply_of(server), deltas_of(text, 5, FinishReason.LENGTH))
     statuses = [item["status"] for item in events.last_response["output"]]
     assert statuses == ["completed", "completed", "incomplete"]
     assert (events.last_response["status"], events.types[-1]) == ("incomplete", "response.incomplete")

@@ -32,7 +32,7 @@ from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, Sam
 
 logger = logging.getLogger(__name__)
 
-_MAX_REST_S = 0.01
+_MAX_DELAY_S = 0.01
 
 _Result = TypeVar("_Result")
 
@@ -261,12 +261,12 @@ class AsyncLLM:
         except Exception as error:  # on the text side: readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)
             self._die(error)
-        asyncio.get_running_loop().call_soon(self._rest, begin)  # after the readers, which run next
+        asyncio.get_running_loop().call_soon(self._delay_next, begin)  # after the readers, which run next
 
-    def _rest(self, begin: float) -> None:
+    def _delay_next(self, begin: float) -> None:
         """Delays the next news by the time that these took: under load, several steps at once cost less."""
         took = time.thread_time() - begin
-        asyncio.get_running_loop().call_later(min(took, _MAX_REST_S), self._take)
+        asyncio.get_running_loop().call_later(min(took, _MAX_DELAY_S), self._take)
 
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)

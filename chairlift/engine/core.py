@@ -31,7 +31,7 @@ class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
     def __init__(self, config: EngineConfig, parts: Parts = DEFAULT_PARTS) -> None:
-        self.clock, self.rest_after = parts.clock, parts.rest_after
+        self.clock, self.idle_after = parts.clock, parts.idle_after
         checkpoint = open_model(config)
         self.ranks = Leader(config, checkpoint, parts.start_rank) if config.tensor_parallel_size > 1 else Ranks(config)
         executor = Executor(checkpoint, self.ranks, parts)
@@ -88,10 +88,17 @@ class EngineCore:
         self._noted([event] if event is not None else [])
         return event
 
-    def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
-        """Pauses rows in their slots, or resumes them. Requests that have ended are skipped."""
+    def pause(self, request_ids: Sequence[str]) -> None:
+        """Gives these requests no tokens for now; they keep their slots. Skips those that have ended."""
+        self._set_paused(request_ids, True)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        """Lets paused requests go on. Skips those that have ended."""
+        self._set_paused(request_ids, False)
+
+    def _set_paused(self, request_ids: Sequence[str], is_paused: bool) -> None:
         for request in filter(None, map(self.scheduler.find, request_ids)):
-            request.is_held = is_held
+            request.is_paused = is_paused
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: later requests reuse nothing computed so far. Running ones continue."""
@@ -100,15 +107,15 @@ class EngineCore:
             self._speculation.answers.forget()
         self._journal.look_around()
 
-    def rest(self) -> bool:
-        """To be called after some time without work: frees unused memory and some warm slots, and records a graph.
+    def use_idle_time(self) -> bool:
+        """Frees unused memory and some warm slots, and records a graph. Must be called after some time without work.
 
         Returns True if there is more to do.
         """
         if self.has_work:
             return False
         if self.cache.is_elastic:
-            self.scheduler.placement.rest()
+            self.scheduler.placement.trim()
             self._settle()
             self._journal.look_around()
         return self._computer.record_missing()

@@ -47,13 +47,13 @@ class LLM:
     def _use(self, core: EngineCore) -> None:
         self._home = Home()
         self._core: EngineCore | None = core
-        self._rest_after = core.rest_after
+        self._idle_after = core.idle_after
         self.config = core.config
         self.inputs = InputProcessor(self.config, core.vocab_size)
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
         self._turn = threading.Lock()
-        self._resting: threading.Timer | None = None
+        self._idle_timer: threading.Timer | None = None
         self._failure: Exception | None = None
 
     def generate(
@@ -116,7 +116,7 @@ class LLM:
         if not self._home.is_here:
             return
         with self._turn:
-            self._stay_awake()
+            self._stop_idle_timer()
             if self._core is not None:
                 self._core.ranks.close()
             self._core = None
@@ -132,7 +132,7 @@ class LLM:
         disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
         with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
-            self._stay_awake()
+            self._stop_idle_timer()
             states = [self._outputs.open(generation) for generation in generations]
             try:
                 self._drive(core, states, bar)
@@ -141,7 +141,7 @@ class LLM:
                     for request_id in state.unfinished_ids:
                         core.abort(request_id)
                     self._outputs.close(state)
-                self._rest_later()
+                self._start_idle_timer()
         return [CumulativeOutput(state.generation).add(state.take()) for state in states]
 
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
@@ -163,15 +163,15 @@ class LLM:
                     raise failure
             bar.update(sum(state.is_finished for state in delivery.changed))
 
-    def _rest_later(self) -> None:
+    def _start_idle_timer(self) -> None:
         """Has the engine free unused memory if no other call comes for a while."""
-        self._resting = threading.Timer(self._rest_after, _rest, [ref(self)])
-        self._resting.daemon = True
-        self._resting.start()
+        self._idle_timer = threading.Timer(self._idle_after, _use_idle_time, [ref(self)])
+        self._idle_timer.daemon = True
+        self._idle_timer.start()
 
-    def _stay_awake(self) -> None:
-        if self._resting is not None:
-            self._resting.cancel()
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
     def _usable_core(self) -> EngineCore:
         if self._failure is not None:
@@ -181,13 +181,13 @@ class LLM:
         return self._core
 
 
-def _rest(of: "ref[LLM]") -> None:
+def _use_idle_time(of: "ref[LLM]") -> None:
     """Runs in a thread of its own. The weak reference does not keep the `LLM` alive."""
     llm = of()
     if llm is not None:
         with llm._turn:
             if llm._core is not None:
-                llm._core.rest()
+                llm._core.use_idle_time()
 
 
 def _one_per_prompt(given: _Each | Sequence[_Each] | None, num_prompts: int, name: str) -> Sequence[_Each | None]:

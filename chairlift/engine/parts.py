@@ -71,7 +71,7 @@ class Parts:
     clock: Callable[[], float] = time.perf_counter
     """Seconds, by which requests expire."""
 
-    rest_after: float = 30.0
+    idle_after: float = 30.0
     """Seconds without work, after which unused memory is freed."""
 
     start_rank: StartProcess = start_interpreter

@@ -133,7 +133,7 @@ class Port:
         self._untaken = Update()
         self._is_told = False  # the reader was woken, or will take news again anyway
         self.num_open = 0  # sequences that have not ended; this and the next are the engine thread's
-        self.held: set[str] = set()  # those of them that are paused
+        self.paused: set[str] = set()  # those of them that are paused
 
     @property
     def is_behind(self) -> bool:
@@ -268,16 +268,16 @@ class LocalEngine:
             if event.finish_reason is not None:
                 port = self._ports_of.pop(event.request_id)
                 port.num_open -= 1
-                port.held.discard(event.request_id)
+                port.paused.discard(event.request_id)
 
     def _tell(self) -> None:
         updates, self._updates = self._updates, defaultdict(Update)
         for port, update in updates.items():
             port.tell(update)
             if port.is_behind and len(self._ports) > 1:  # pause its rows, so that other readers need not wait for it
-                resting = [event.request_id for event in update.events if event.finish_reason is None]
-                port.held.update(resting)
-                self.core.hold(resting, True)
+                unfinished = [event.request_id for event in update.events if event.finish_reason is None]
+                port.paused.update(unfinished)
+                self.core.pause(unfinished)
 
     def _commands(self) -> list[tuple[Port, Command]]:
         """All commands that have come in; waits for one if no step can be taken."""
@@ -289,9 +289,9 @@ class LocalEngine:
     def _wait(self) -> tuple[Port, Command]:
         self._is_waiting = True
         try:
-            return self._inbox.get(timeout=self.core.rest_after)
+            return self._inbox.get(timeout=self.core.idle_after)
         except Empty:
-            while self.core.rest() and self._inbox.empty():
+            while self.core.use_idle_time() and self._inbox.empty():
                 pass
             return self._inbox.get()
         finally:
@@ -300,9 +300,9 @@ class LocalEngine:
     def _obey(self, port: Port, command: Command) -> None:
         match command:
             case Taken():  # its arrival has ended the wait
-                if port.held:
-                    self.core.hold(list(port.held), False)
-                    port.held.clear()
+                if port.paused:
+                    self.core.resume(list(port.paused))
+                    port.paused.clear()
             case Call():
                 command.deliver(command.function(self.core))
             case Abort():

@@ -27,8 +27,8 @@ from chairlift.scheduler.request import Contents, RequestState
 from chairlift.scheduler.state_reuse import StateReuse
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: saving no more is not worth a copy
-_KEPT_AT_REST = 0.1  # share of memory that idle warm slots keep: a chat resumed after a pause is not recomputed
-_MAX_KEPT_AT_REST = 8192  # tokens: 250 MB of a 1 B model
+_KEPT_WHEN_IDLE = 0.1  # share of memory that idle warm slots keep: a chat resumed after a pause is not recomputed
+_MAX_KEPT_WHEN_IDLE = 8192  # tokens: 250 MB of a 1 B model
 _RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more are preempted
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
@@ -191,10 +191,10 @@ class Placement:
         for slot in self._slots.warm:
             self._slots.shrink_warm(slot, 0)
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """To be called after some time without work: frees memory, except for a small share for the latest prompts."""
         use = self._slots.budget.use
-        num_kept = min(int(_KEPT_AT_REST * use.num_tokens), _MAX_KEPT_AT_REST)
+        num_kept = min(int(_KEPT_WHEN_IDLE * use.num_tokens), _MAX_KEPT_WHEN_IDLE)
         self._shrink_warm(use.num_warm - num_kept, None)
         self._slots.give_back()
 

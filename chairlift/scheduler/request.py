@@ -118,7 +118,7 @@ class _Progress:
     # token is known, and launches have one step while it runs, because it could use only the first token of several.
     needs_newest_token: bool = False
     has_rules: bool = False  # its work may say something of its tokens so far
-    is_held: bool = False  # it gets no tokens for now, because its reader lags far behind
+    is_paused: bool = False  # it gets no tokens for now, because its reader lags far behind
     # In its slot
     slot: int | None = None
     contents: Contents = field(default_factory=Contents)

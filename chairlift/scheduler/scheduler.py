@@ -137,7 +137,7 @@ class Scheduler:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed != 1:  # num_uncomputed, without a call
                 begun.append(request)
-            elif not request.is_held:
+            elif not request.is_paused:
                 step.decode.append(request)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)

@@ -124,7 +124,7 @@ async def test_pipelined_requests_are_answered_in_order(impatient: str) -> None:
 
 
 async def test_a_long_pipeline_is_served_with_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.http.connections._REST_S", 3600.0)
+    monkeypatch.setattr("chairlift.api.http.connections._PAUSE_S", 3600.0)
     async with listening() as url, await connect(url) as client, await connect(url) as other:
         client.send(GET * 17)
         for _ in range(16):

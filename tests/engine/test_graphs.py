@@ -146,12 +146,13 @@ def test_rare_sizes_are_padded_until_there_is_no_work_and_recorded_then(lazy: LL
     for params in (GREEDY, GREEDY, GREEDY.model_copy(update={"temperature": 1.0, "seed": 1})):
         lazy.generate(PROMPTS[:2], params)
     assert recorder.num_recorded == at_start
-    assert [core.rest() for _ in range(4)] == [True, True, False, False]  # one at a time, for who comes meanwhile
+    more = [core.use_idle_time() for _ in range(4)]
+    assert more == [True, True, False, False]  # one at a time, for who comes meanwhile
     assert recorder.num_recorded == at_start + 3
     assert graphs.forwards.recorded == {(2, 256), (NUM_SLOTS, 256)}
     assert {kind for size, kind in graphs.samplings.recorded if size == 2} == {DrawKind.GREEDY, DrawKind.RANDOM}
     lazy.generate(PROMPTS[:2], GREEDY)
-    assert not core.rest()
+    assert not core.use_idle_time()
 
 
 def test_nothing_is_recorded_while_requests_wait_or_run(lazy: LLM, recorder: Recorder) -> None:
@@ -159,9 +160,9 @@ def test_nothing_is_recorded_while_requests_wait_or_run(lazy: LLM, recorder: Rec
     core.add(Request("a", [1, 2], GREEDY, 5, seed=0))
     while core.has_work:
         core.step()
-        assert not (core.has_work and core.rest())
+        assert not (core.has_work and core.use_idle_time())
     assert recorder.num_recorded == at_start
-    core.rest()
+    core.use_idle_time()
     assert recorder.num_recorded == at_start + 1
 
 
@@ -170,7 +171,7 @@ def test_a_graph_that_does_not_fit_while_nothing_is_asked_for_is_done_without(
 ) -> None:
     expected = tokens_of(lazy.generate(PROMPTS[:2], GREEDY))
     recorder.is_full = True
-    assert [core_of(lazy).rest() for _ in range(2)] == [True, False]
+    assert [core_of(lazy).use_idle_time() for _ in range(2)] == [True, False]
     assert "no memory left for a graph of 2 rows" in caplog.text
     assert tokens_of(lazy.generate(PROMPTS[:2], GREEDY)) == expected
 

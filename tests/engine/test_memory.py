@@ -31,7 +31,7 @@ from tests.support.forward_bench import SLOT_LEN, Row
 from tests.support.kernels import HAS_COMPILER
 
 needs_mapping = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
-SOON_AT_REST = Parts(rest_after=0.01)
+SOON_IDLE = Parts(idle_after=0.01)
 TOKEN_BYTES = 2 * 2 * 32 * 4  # two layers of keys and values of one head, in float32
 MANY = [[(7 * i + 3 * j) % 90 + 5 for j in range(40 + 11 * i)] for i in range(20)]
 PARAMS_OF_MANY = [
@@ -77,7 +77,7 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
     llm.generate(MANY[-2:], SamplingParams(max_tokens=1))
     used = memory.num_resident()
     assert used > 0
-    core.rest()
+    core.use_idle_time()
     core.check()
     assert memory.num_resident() <= used / 4
     assert core.read_stats().cache.num_warm <= 64  # a tenth of 640 tokens
@@ -85,7 +85,7 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
 
 @needs_mapping
 async def test_a_python_call_gives_memory_back_if_no_other_follows(make_scarce: Callable[..., LLM]) -> None:
-    with make_scarce(SOON_AT_REST) as llm:
+    with make_scarce(SOON_IDLE) as llm:
         for _ in range(2):  # it works on after a rest
             llm.generate([[7] * 300], SamplingParams(max_tokens=1))
             await wait_until(lambda: core_of(llm).read_stats().cache.num_warm <= 64, "memory is back")
@@ -110,7 +110,7 @@ def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_
 
 @needs_mapping
 async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(tiny: str) -> None:
-    async with make_async_llm(tiny, SOON_AT_REST) as engine:
+    async with make_async_llm(tiny, SOON_IDLE) as engine:
         await last(engine.generate([7] * 100, SamplingParams(max_tokens=1), "a"))
         (memory,) = core_of(engine).cache.memories
         assert isinstance(memory, MappedMemory)

@@ -105,7 +105,7 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
         "structured": llm.generate(PROMPTS[:4], greedy(structured_outputs=DIGITS)),
         "stopped": llm.generate(PROMPTS[:4], stops),
     }
-    core_of(llm).rest()
+    core_of(llm).use_idle_time()
     llm.reset_prefix_cache()
     results["reused"] = [llm.generate([PREFIX + ending], GREEDY)[0] for ending in ENDINGS]
     results["yielding"] = llm.generate(LONG, greedy(max_tokens=24))

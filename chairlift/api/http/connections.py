@@ -17,7 +17,7 @@ from chairlift.api.errors import error_reply
 from chairlift.api.telemetry.request_ids import REQUEST_ID_HEADER, request_id_of
 
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it pauses
-_REST_S = 0.001
+_PAUSE_S = 0.001
 _BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
 _READ_BUFFER_BYTES = 2**16  # of an unread body; aiohttp takes up to twice as many
 
@@ -131,7 +131,7 @@ class Connection(web.RequestHandler):
             self._is_working = False
         self._num_in_a_row += 1
         if self._num_in_a_row % _NUM_IN_A_ROW == 0:
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(_PAUSE_S)
         return finished
 
     def pause_writing(self) -> None:

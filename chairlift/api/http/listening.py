@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 4096  # connections pending acceptance; a burst must not wait for repeated handshakes
 _ACCEPTED_IN_A_TURN = 64  # of the event loop, so that other connections are served in between
 _ALARM_INTERVAL_S = 10.0
-_REST_S = 0.1
+_PAUSE_S = 0.1
 _RECEIVE_BUFFER_BYTES = 2**16  # of a socket: all that has arrived is parsed at once, at 2.5 µs per one-byte chunk
 
 
@@ -75,9 +75,9 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             return  # none is pending, or one has left
         except OSError as error:
-            self._rest(waiting, make_protocol, error)
+            self._pause(waiting, make_protocol, error)
 
-    def _rest(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], error: OSError) -> None:
+    def _pause(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], error: OSError) -> None:
         """Pauses when file descriptors or memory run out; pending connections stay in the queue."""
         assert self._loop is not None, "it accepts"
         now = time.monotonic()
@@ -94,7 +94,7 @@ class Listener:
             if self._loop is not None:
                 self._loop.add_reader(waiting, self._accept_some, waiting, make_protocol)
 
-        self._loop.call_later(_REST_S, go_on)
+        self._loop.call_later(_PAUSE_S, go_on)
 
     async def _begin(self, connection: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
         timeout = None if self._tls is None else self._config.client_timeout

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from chairlift import AsyncLLM, errors
-from chairlift.engine.process import Line, PackedUpdate
+from chairlift.engine.process import PackedUpdate, RemoteReader
+from chairlift.engine.process.connection import Connection
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd
-from chairlift.engine.process.peer import Peer
 from chairlift.engine.thread import Update
 from chairlift.params import FinishReason, Logprob, RequestTimes
 from chairlift.scheduler import Request, TokenEvent
@@ -50,15 +50,15 @@ def test_the_scores_of_a_long_prompt_travel_in_parts_of_limited_size() -> None:
 
 
 @asynccontextmanager
-async def connected(line: Peer) -> AsyncIterator[Peer]:
+async def connected(end: Connection) -> AsyncIterator[Connection]:
     """The other end of a connection, which knows no services."""
-    loop, other = asyncio.get_running_loop(), Peer({})
+    loop, other = asyncio.get_running_loop(), Connection({})
     ours, theirs = socket.socketpair()
-    await loop.create_unix_connection(lambda: line, sock=ours)
+    await loop.create_unix_connection(lambda: end, sock=ours)
     transport, _ = await loop.create_unix_connection(lambda: other, sock=theirs)
     yield other
     transport.abort()
-    await wait_until(line.lost.is_set, "the connection has ended")
+    await wait_until(end.lost.is_set, "the connection has ended")
 
 
 async def request_of(engine: AsyncLLM) -> Request:
@@ -70,8 +70,8 @@ async def test_news_that_cannot_be_sent_end_the_connection_and_its_requests(
     tiny: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_async_llm(tiny) as engine:
-        line = Line(engine, {})
-        async with connected(line) as worker:
+        end = RemoteReader(engine, {})
+        async with connected(end) as worker:
             worker.post(NumberedAdd([await request_of(engine)], {}))  # no number stands for its sequence
             await asyncio.wait_for(worker.lost.wait(), DEADLINE_S)
         assert (await last(engine.generate("hi", GREEDY))).finished
@@ -83,8 +83,8 @@ async def test_a_message_that_cannot_be_executed_ends_the_connection(
     tiny: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_async_llm(tiny) as engine:
-        line = Line(engine, {})
-        async with connected(line) as worker:
+        end = RemoteReader(engine, {})
+        async with connected(end) as worker:
             request = replace(await request_of(engine), new_grammar=EnginesGrammar(7))
             worker.post(NumberedAdd([request], {request.request_id: 1}))
             await asyncio.wait_for(worker.lost.wait(), DEADLINE_S)
@@ -93,8 +93,8 @@ async def test_a_message_that_cannot_be_executed_ends_the_connection(
 
 async def test_an_end_that_answers_no_ping_is_silent_until_it_does() -> None:
     answers = asyncio.Event()
-    line = Peer({"ping": answers.wait})
-    async with connected(line) as other:
+    end = Connection({"ping": answers.wait})
+    async with connected(end) as other:
         watching = asyncio.create_task(other.watch(0.2))
         await asyncio.wait_for(other.silent.wait(), DEADLINE_S)
         answers.set()

@@ -32,7 +32,7 @@ from chairlift.api.workers.worker import Welcome
 from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import EngineStats
-from chairlift.engine.process import Line
+from chairlift.engine.process import RemoteReader
 from chairlift.errors import ConfigurationError, EngineClosed, EngineDead
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class _Worker:
         self.process = process
         self._begin = time.monotonic()
         store = crew.store
-        self.line = Line(
+        self.connection = RemoteReader(
             llm,
             {
                 "ready": self.is_ready.set,
@@ -103,29 +103,29 @@ class _Worker:
 
     async def read_counts(self) -> Counts:
         with contextlib.suppress(TimeoutError, EngineClosed):
-            self.counts = await asyncio.wait_for(self.line.ask("counts"), _COUNTS_S)
+            self.counts = await asyncio.wait_for(self.connection.ask("counts"), _COUNTS_S)
         return self.counts
 
     async def live(self, start_s: float, timeout_s: float) -> None:
         """Returns when it has ended. Kills it if it is not ready in `start_s`, or silent for `timeout_s` seconds."""
-        await first_of(self.is_ready.wait(), self.line.lost.wait(), asyncio.sleep(start_s))
+        await first_of(self.is_ready.wait(), self.connection.lost.wait(), asyncio.sleep(start_s))
         if not self.is_ready.is_set():
             self.kill(f"was not ready after {start_s:g} s")
-        watching = asyncio.create_task(self.line.watch(timeout_s), name="chairlift-worker-watch")
+        watching = asyncio.create_task(self.connection.watch(timeout_s), name="chairlift-worker-watch")
         try:
-            await first_of(self.line.silent.wait(), self.line.lost.wait())
-            self.was_silent = not self.line.lost.is_set()
+            await first_of(self.connection.silent.wait(), self.connection.lost.wait())
+            self.was_silent = not self.connection.lost.is_set()
             self.kill(f"did not answer for {timeout_s:g} s")
-            await self.line.lost.wait()
+            await self.connection.lost.wait()
         finally:
             watching.cancel()
 
     def kill(self, reason: str) -> None:
         """Kills it and ends its requests, unless its connection has ended."""
-        if not self.line.lost.is_set():
+        if not self.connection.lost.is_set():
             logger.error("API worker %d %s; it is killed", self.process.pid, reason)
             self.process.kill()
-            self.line.abort()
+            self.connection.abort()
 
 
 class Crew:
@@ -202,14 +202,14 @@ class Crew:
             if born is None:
                 return None
             worker = _Worker(self._llm, self, born.process)
-            await asyncio.get_running_loop().create_unix_connection(lambda: worker.line, sock=born.socket)
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker.connection, sock=born.socket)
         except (OSError, EngineClosed, EngineDead) as error:
             logger.error("an API worker cannot be started: %s", error)
             return None
         if self._is_over:  # it would not hear of that
             self._bury(worker)
             return None
-        worker.line.post(
+        worker.connection.post(
             Welcome(
                 self._config.model_copy(update={"port": self._listener.port}),
                 self._keys,
@@ -274,7 +274,7 @@ class Crew:
         await self._llm.died.wait()
         assert self._llm.death is not None, "it has died"
         for worker in self._workers:
-            worker.line.tell_death(self._llm.death)
+            worker.connection.tell_death(self._llm.death)
 
     def _handlers(self) -> Handlers:
         """Forwards signals to all workers, which get them only from here."""
@@ -283,6 +283,6 @@ class Crew:
             if number != signal.SIGHUP:
                 (self._is_hurried if self._is_leaving.is_set() else self._is_leaving).set()
             for worker in self._workers:
-                worker.line.ask("signal", number)
+                worker.connection.ask("signal", number)
 
         return {number: partial(hand_on, number) for number in FORWARDED_SIGNALS}

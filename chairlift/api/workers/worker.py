@@ -25,7 +25,7 @@ from chairlift.api.telemetry.metrics import Counts
 from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import EngineStats
-from chairlift.engine.process import Link, read_message
+from chairlift.engine.process import RemoteEngine, read_message
 from chairlift.errors import ConfigurationError, EngineClosed
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class Welcome:
 class _Store:
     """The responses that the engine's process keeps; see `store.Store`."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._unsettled: set[Future[Any]] = set()
         self._found: weakref.WeakValueDictionary[tuple[str, str], StoredReply] = weakref.WeakValueDictionary()
@@ -82,7 +82,7 @@ class _Store:
 
     def _begin(self, name: str, *args: Any) -> "Future[Any]":
         async def ask() -> Any:
-            return await self._link.ask(name, *args)
+            return await self._engine.ask(name, *args)
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop)
 
@@ -129,23 +129,23 @@ def work(parent: socket.socket, run: Callable[[Coroutine[Any, Any, int]], int]) 
 
 async def _serve(parent: socket.socket, welcome: Welcome) -> int:
     signals = _Signals()
-    link = Link(welcome.engine, welcome.vocab_size, welcome.stats, {"signal": signals.hand_on})
-    await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=parent)
-    llm = AsyncLLM.of(link, link.grammars, welcome.number)
+    engine = RemoteEngine(welcome.engine, welcome.vocab_size, welcome.stats, {"signal": signals.hand_on})
+    await asyncio.get_running_loop().create_unix_connection(lambda: engine, sock=parent)
+    llm = AsyncLLM.of(engine, engine.grammars, welcome.number)
     llm.usable_engine()  # it may die before the first request
 
     async def read_books(own: Counts) -> tuple[EngineStats, Counts]:
         with contextlib.suppress(TimeoutError, EngineClosed):  # it may be stopped
-            link.stats, counts = await asyncio.wait_for(link.ask("read_books"), _BOOKS_S)
-            return link.stats, counts
-        return link.stats, own
+            engine.stats, counts = await asyncio.wait_for(engine.ask("read_books"), _BOOKS_S)
+            return engine.stats, counts
+        return engine.stats, own
 
-    api = Api(llm, welcome.config, SharedState(welcome.keys, _Store(link), read_books, welcome.engine_pid))
-    link.offer("counts", lambda: api.service.counts)
-    watching = asyncio.create_task(link.watch(welcome.config.worker_timeout), name="chairlift-engine-watch")
+    api = Api(llm, welcome.config, SharedState(welcome.keys, _Store(engine), read_books, welcome.engine_pid))
+    engine.offer("counts", lambda: api.service.counts)
+    watching = asyncio.create_task(engine.watch(welcome.config.worker_timeout), name="chairlift-engine-watch")
     with Listener(welcome.config, is_shared=True) as listener:
-        code = await serve_api(api, llm, welcome.config, listener, signals.catch, partial(link.ask, "ready"))
+        code = await serve_api(api, llm, welcome.config, listener, signals.catch, partial(engine.ask, "ready"))
     watching.cancel()
     with contextlib.suppress(EngineClosed):
-        await link.ask("bye", code)
+        await engine.ask("bye", code)
     return code

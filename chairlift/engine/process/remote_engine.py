@@ -11,8 +11,8 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import call_if_open
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats
+from chairlift.engine.process.connection import Connection, Service
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd, PackedUpdate, Release
-from chairlift.engine.process.peer import Peer, Service
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Call, Command, Taken, Update
 from chairlift.errors import EngineDead
@@ -22,10 +22,10 @@ _SERVICES: Mapping[Callable[[EngineCore], Any], str] = {
     EngineCore.take_snapshot: "take_snapshot",
     EngineCore.reset_prefix_cache: "reset_prefix_cache",
 }
-"""The services of the engine's process, see `Line`, that stand for the functions of calls."""
+"""The services of the engine's process, see `RemoteReader`, that stand for the functions of calls."""
 
 
-class Link(Peer):
+class RemoteEngine(Connection):
     """An engine in another process; see `Engine`. All methods must be called on the event loop."""
 
     def __init__(
@@ -101,17 +101,17 @@ def _deliver(answer: "asyncio.Future[Any]", deliver: Callable[[Any], None]) -> N
 class _Grammars:
     """The engine's grammar compiler, used from a worker; see `inputs.Grammars`."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[EnginesGrammar]":
         """Must be called on the event loop. The engine keeps the grammar as long as the result is referenced."""
         return asyncio.run_coroutine_threadsafe(self._compile(outputs, thinking), asyncio.get_running_loop())
 
     async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> EnginesGrammar:
-        grammar = EnginesGrammar(await self._link.ask("compile", outputs, thinking))
+        grammar = EnginesGrammar(await self._engine.ask("compile", outputs, thinking))
         loop, release = asyncio.get_running_loop(), Release(grammar.number)
-        weakref.finalize(grammar, call_if_open, loop, self._link.post, release).atexit = False
+        weakref.finalize(grammar, call_if_open, loop, self._engine.post, release).atexit = False
         return grammar
 
     def starter(self, compiled: EnginesGrammar) -> EnginesGrammar:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import count
 
 from chairlift.engine.async_llm import AsyncLLM, call_if_open
+from chairlift.engine.process.connection import Connection, Service, pack
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd, PackedUpdate, Release
-from chairlift.engine.process.peer import Peer, Service, pack
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Leave, LocalEngine, Taken, describe_death
 from chairlift.errors import EngineDead
@@ -19,7 +19,7 @@ from chairlift.scheduler import Request
 _FEW_SCORES = 100  # in a message; more are pickled in a thread
 
 
-class Line(Peer):
+class RemoteReader(Connection):
     """The engine's end of the socket: a worker as a reader."""
 
     def __init__(self, llm: AsyncLLM, services: Mapping[str, Service]) -> None:
@@ -35,7 +35,7 @@ class Line(Peer):
         self._sending: asyncio.Task[None] | None = None
         self._is_full = False  # a part is in flight
         engine = llm.usable_engine()
-        assert isinstance(engine, LocalEngine), "the other way is a link"
+        assert isinstance(engine, LocalEngine), "the engine of a server with workers is in its own process"
         self._port = engine.connect(lambda: call_if_open(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:

@@ -26,7 +26,7 @@ from chairlift.engine.text.inputs import (
     TextOptions,
 )
 from chairlift.engine.text.outputs import OutputProcessor
-from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
+from chairlift.engine.thread import Abort, Add, Engine, Invoke, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams, StructuredOutputs
 
@@ -229,7 +229,7 @@ class AsyncLLM:
         answer: asyncio.Future[_Result] = loop.create_future()
         self._answers.add(answer)
         try:
-            engine.send(Call(function, lambda result: call_if_open(loop, _resolve, answer, result)))
+            engine.send(Invoke(function, lambda result: call_if_open(loop, _resolve, answer, result)))
             return await answer
         finally:
             self._answers.discard(answer)

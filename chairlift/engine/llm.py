@@ -52,7 +52,7 @@ class LLM:
         self.inputs = InputProcessor(self.config, core.vocab_size)
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._idle_timer: threading.Timer | None = None
         self._failure: Exception | None = None
 
@@ -108,14 +108,14 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts computed, so that later calls start cold, for instance in a benchmark."""
         self._home.check()
-        with self._turn:
+        with self._lock:
             self._usable_core().reset_prefix_cache()
 
     def close(self) -> None:
         """Frees the memory. Later calls raise `EngineClosed`. Does nothing in a forked process."""
         if not self._home.is_here:
             return
-        with self._turn:
+        with self._lock:
             self._stop_idle_timer()
             if self._core is not None:
                 self._core.ranks.close()
@@ -130,7 +130,7 @@ class LLM:
 
     def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
         disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
-        with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
+        with self._lock, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
             self._stop_idle_timer()
             states = [self._outputs.open(generation) for generation in generations]
@@ -185,7 +185,7 @@ def _use_idle_time(of: "ref[LLM]") -> None:
     """Runs in a thread of its own. The weak reference does not keep the `LLM` alive."""
     llm = of()
     if llm is not None:
-        with llm._turn:
+        with llm._lock:
             if llm._core is not None:
                 llm._core.use_idle_time()
 

@@ -59,14 +59,14 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Invoke:
     """Call this with the engine and deliver what it returns. `deliver` must not block."""
 
     function: Callable[[EngineCore], Any]
     deliver: Callable[[Any], None]
 
 
-Command = Add | Abort | Call | Leave | Stop | Taken
+Command = Add | Abort | Invoke | Leave | Stop | Taken
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class LocalEngine:
         self._ports_of: dict[str, Port] = {}  # by the id of a sequence that has not ended
         self._updates = defaultdict[Port, Update](Update)  # not yet delivered
         self._thread: threading.Thread | None = None
-        self._num_turns = 0
+        self._num_iterations = 0
         self._is_waiting = True
         self.port: Port | None = None  # of the reader that started it
 
@@ -183,7 +183,7 @@ class LocalEngine:
     @property
     def progress(self) -> int | None:
         """Grows with every step; None while the thread waits for work, or for its readers."""
-        return None if self._is_waiting else self._num_turns
+        return None if self._is_waiting else self._num_iterations
 
     def start(self, wake: Callable[[], None]) -> None:
         self.port = self.connect(wake)
@@ -236,7 +236,7 @@ class LocalEngine:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._iterate():
                 pass
         except BaseException as error:  # of any kind, because clients wait for tokens
             logger.critical("the engine died in a step", exc_info=error)
@@ -248,9 +248,9 @@ class LocalEngine:
         behind = [port.is_behind for port in self._ports if port.num_open]
         return self.core.has_work and not (behind and all(behind))
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         """Executes pending commands, then takes one step. False after `Stop`."""
-        self._num_turns += 1
+        self._num_iterations += 1
         for port, command in self._commands():
             if isinstance(command, Stop):
                 return False
@@ -303,7 +303,7 @@ class LocalEngine:
                 if port.paused:
                     self.core.resume(list(port.paused))
                     port.paused.clear()
-            case Call():
+            case Invoke():
                 command.deliver(command.function(self.core))
             case Abort():
                 self._sort(filter(None, map(self.core.abort, command.request_ids)))

@@ -85,7 +85,7 @@ class FairQueue:
             level = self._levels[priority]
             if priority == own:
                 num_before = sum(len(each.prompt_token_ids) for each in newcomers[:-1])
-                yield from level.later_than(level.turn_behind(newcomer.options.tenant, num_before))
+                yield from level.later_than(level.tag_behind(newcomer.options.tenant, num_before))
                 continue
             # Serving a level restarts the wait of its other requests, so ageing may save only the next one.
             saved = level.next_tenant().head if level.urgency <= AGEING_S * own + now else None
@@ -97,14 +97,14 @@ class FairQueue:
             level.check()
 
 
-class _Turn(NamedTuple):
+class _StartTag(NamedTuple):
     """A request's order within its level: the smaller, the earlier."""
 
     counter: float
     place: float  # of the tenant, in order of arrival: breaks ties
 
 
-_FIRST = _Turn(-math.inf, 0.0)
+_FIRST = _StartTag(-math.inf, 0.0)
 """Before all others."""
 
 
@@ -122,19 +122,19 @@ class _Tenant:
         return next(iter(self.requests.values()))
 
     @property
-    def last_turn(self) -> _Turn:
-        """The turn of the last request."""
+    def last_tag(self) -> _StartTag:
+        """The tag of the last request."""
         last = next(reversed(self.requests.values()))
-        return _Turn(self.counter + self.cost - _cost(last), self.place)
+        return _StartTag(self.counter + self.cost - _cost(last), self.place)
 
-    def from_last(self) -> Iterator[tuple[_Turn, list[RequestState]]]:
-        """Groups that have not had a slot, the last one first, each with the turn of its last request."""
+    def from_last(self) -> Iterator[tuple[_StartTag, list[RequestState]]]:
+        """Groups that have not had a slot, the last one first, each with the tag of its last request."""
         num_before = self.counter + self.cost
         for group, members in groupby(reversed(self.requests.values()), key=lambda each: each.group):
             if group.has_started:
                 return  # and so have all groups of this tenant before it
             listed = list(members)
-            yield _Turn(num_before - _cost(listed[0]), self.place), listed
+            yield _StartTag(num_before - _cost(listed[0]), self.place), listed
             num_before -= sum(map(_cost, listed))
 
 
@@ -148,7 +148,7 @@ class _Level:
         self._by_counter = LazyHeap[_Tenant](lambda tenant: tenant.counter if tenant.requests else None)
         self._places = count()
         self._counter = 0  # of the tenant that was served last
-        self._last_turn: _Turn | None = None  # of all requests; None: not known
+        self._last_tag: _StartTag | None = None  # of all requests; None: not known
 
     def __iter__(self) -> Iterator[RequestState]:
         lines = [tenant.requests.values() for tenant in self.tenants.values()]
@@ -173,7 +173,7 @@ class _Level:
         if is_first:
             tenant.requests.move_to_end(request.request_id, last=False)
         tenant.cost += _cost(request)
-        self._last_turn = None
+        self._last_tag = None
 
     def serve(self, request: RequestState, now: float) -> None:
         """Counts a request that gets a slot now; `remove` must follow."""
@@ -186,31 +186,31 @@ class _Level:
         tenant = self.tenants[request.options.tenant]
         del tenant.requests[request.request_id]
         tenant.cost -= _cost(request)
-        self._last_turn = None
+        self._last_tag = None
         if not tenant.requests:
             del self.tenants[request.options.tenant]  # and its counter
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         if tenant in self.tenants:
             self.tenants[tenant].counter += num_tokens
-            self._last_turn = None
+            self._last_tag = None
 
-    def turn_behind(self, tenant: str, num_tokens: int) -> _Turn:
-        """The turn of a request added now, with `num_tokens` more tokens of its own tenant before it."""
+    def tag_behind(self, tenant: str, num_tokens: int) -> _StartTag:
+        """The tag of a request added now, with `num_tokens` more tokens of its own tenant before it."""
         known = self.tenants.get(tenant)
         if known is None:
-            return _Turn(self._counter + num_tokens, math.inf)
-        return _Turn(known.counter + known.cost + num_tokens, known.place)
+            return _StartTag(self._counter + num_tokens, math.inf)
+        return _StartTag(known.counter + known.cost + num_tokens, known.place)
 
-    def later_than(self, turn: _Turn) -> Iterator[list[RequestState]]:
+    def later_than(self, tag: _StartTag) -> Iterator[list[RequestState]]:
         """See `FairQueue.later_than`."""
-        if self._last_turn is None:
-            self._last_turn = max(tenant.last_turn for tenant in self.tenants.values())
-        if self._last_turn <= turn:  # a quick check, so that a flood of refused requests costs little
+        if self._last_tag is None:
+            self._last_tag = max(tenant.last_tag for tenant in self.tenants.values())
+        if self._last_tag <= tag:  # a quick check, so that a flood of refused requests costs little
             return iter(())
         lines = [tenant.from_last() for tenant in self.tenants.values()]
         merged = heapq.merge(*lines, key=itemgetter(0), reverse=True)
-        return (group for _, group in takewhile(lambda each: each[0] > turn, merged))
+        return (group for _, group in takewhile(lambda each: each[0] > tag, merged))
 
     def check(self) -> None:
         assert self.tenants, "a level without requests"

@@ -282,7 +282,7 @@ class RequestState(_Progress):
         """Whether its own constraints may leave no token, though all logits are numbers."""
         return self.grammar is not None or self.token_filter is not None
 
-    def take(self, result: RowResult) -> list[int]:
+    def record(self, result: RowResult) -> list[int]:
         """Records the result of its row. Returns the tokens that count."""
         if result.is_late:
             self.has_counts = False  # the tokens that do not count may be among them

@@ -193,7 +193,7 @@ class Scheduler:
             if result.is_late or row.guess:
                 num_right = 0 if result.is_late else len(result.token_ids)
                 self.placement.step_back(request, num_expected - num_right)
-            kept = request.take(result)
+            kept = request.record(result)
             if self.speculation is not None and row.guess and not result.is_late:
                 self.speculation.learn(request, len(kept), len(result.token_ids))
             if kept or result.prompt_logprobs or request.finish_reason is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from chairlift import AsyncLLM, errors
 from chairlift.engine.process import PackedUpdate, RemoteReader
-from chairlift.engine.process.connection import Connection
+from chairlift.engine.process.connection import ProcessConnection
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd
 from chairlift.engine.thread import Update
 from chairlift.params import FinishReason, Logprob, RequestTimes
@@ -50,9 +50,9 @@ def test_the_scores_of_a_long_prompt_travel_in_parts_of_limited_size() -> None:
 
 
 @asynccontextmanager
-async def connected(end: Connection) -> AsyncIterator[Connection]:
+async def connected(end: ProcessConnection) -> AsyncIterator[ProcessConnection]:
     """The other end of a connection, which knows no services."""
-    loop, other = asyncio.get_running_loop(), Connection({})
+    loop, other = asyncio.get_running_loop(), ProcessConnection({})
     ours, theirs = socket.socketpair()
     await loop.create_unix_connection(lambda: end, sock=ours)
     transport, _ = await loop.create_unix_connection(lambda: other, sock=theirs)
@@ -93,7 +93,7 @@ async def test_a_message_that_cannot_be_executed_ends_the_connection(
 
 async def test_an_end_that_answers_no_ping_is_silent_until_it_does() -> None:
     answers = asyncio.Event()
-    end = Connection({"ping": answers.wait})
+    end = ProcessConnection({"ping": answers.wait})
     async with connected(end) as other:
         watching = asyncio.create_task(other.watch(0.2))
         await asyncio.wait_for(other.silent.wait(), DEADLINE_S)

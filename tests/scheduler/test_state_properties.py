@@ -160,9 +160,9 @@ class States(RuleBasedStateMachine):
         self.engine.steps(num_steps)
 
     @rule()
-    def rest(self) -> None:
+    def trim(self) -> None:
         if not self.engine.has_work:
-            self.engine.scheduler.placement.rest()
+            self.engine.scheduler.placement.trim()
             self.engine.scheduler.check()
 
     @rule(is_crash=st.sampled_from([False, False, False, True]))

@@ -23,7 +23,7 @@ Service = Callable[..., Any]
 """A function that one end offers the other. Its result is sent back; an awaitable is awaited first."""
 
 
-class Connection(asyncio.Protocol):
+class ProcessConnection(asyncio.Protocol):
     """One end of a socket between processes. Used from one event loop."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
@@ -150,7 +150,7 @@ def pack(message: object) -> bytes:
 
 
 def read_message(connection: socket.socket) -> object:
-    """Reads the first message from a socket without a `Connection`. `EngineClosed` if the other end closes it."""
+    """Reads the first message from a socket without protocol. `EngineClosed` if the other end closes it."""
     (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
     return pickle.loads(_read_exactly(connection, length))
 

@@ -11,10 +11,10 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import call_if_open
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats
-from chairlift.engine.process.connection import Connection, Service
+from chairlift.engine.process.connection import ProcessConnection, Service
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd, PackedUpdate, Release
 from chairlift.engine.text.grammar import Thinking
-from chairlift.engine.thread import Abort, Add, Call, Command, Taken, Update
+from chairlift.engine.thread import Abort, Add, Command, Invoke, Taken, Update
 from chairlift.errors import EngineDead
 from chairlift.params import StructuredOutputs
 
@@ -25,7 +25,7 @@ _SERVICES: Mapping[Callable[[EngineCore], Any], str] = {
 """The services of the engine's process, see `RemoteReader`, that stand for the functions of calls."""
 
 
-class RemoteEngine(Connection):
+class RemoteEngine(ProcessConnection):
     """An engine in another process; see `Engine`. All methods must be called on the event loop."""
 
     def __init__(
@@ -58,7 +58,7 @@ class RemoteEngine(Connection):
                 self.post(NumberedAdd(command.requests, numbers))
             case Abort():
                 self.post(command)
-            case Call():
+            case Invoke():
                 asked = self.ask(_SERVICES[command.function])
                 asked.add_done_callback(lambda done: _deliver(done, command.deliver))
             case _:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 
 from chairlift.engine.async_llm import AsyncLLM, call_if_open
-from chairlift.engine.process.connection import Connection, Service, pack
+from chairlift.engine.process.connection import ProcessConnection, Service, pack
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd, PackedUpdate, Release
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Leave, LocalEngine, Taken, describe_death
@@ -19,7 +19,7 @@ from chairlift.scheduler import Request
 _FEW_SCORES = 100  # in a message; more are pickled in a thread
 
 
-class RemoteReader(Connection):
+class RemoteReader(ProcessConnection):
     """The engine's end of the socket: a worker as a reader."""
 
     def __init__(self, llm: AsyncLLM, services: Mapping[str, Service]) -> None:

@@ -26,6 +26,9 @@ SHORT_FILE_LINES = 40
 NUM_SHOWN = 10
 OTHERS = ("tests", "benchmarks", "tools", "examples")
 LAZY_NAMES = "__getattr__"  # of a door that loads what it names on first use
+TOLD = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions/*.md")  # documents that name files of the package
+NAMED = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|h|cpp))`")
+BASES = (".", "chairlift", "chairlift/models/cpu")  # below which documents name files
 PARTITION = re.compile(r"^\s*# ---", re.MULTILINE)
 
 
@@ -95,6 +98,17 @@ def find_misshapen(files: list[Path]) -> list[str]:
     return faults + [f"{path.relative_to(ROOT)} has sections: make files of them" for path in parted]
 
 
+def find_wrong_names() -> list[str]:
+    """Faults: files that documents name and that do not exist."""
+    documents = [path for pattern in TOLD for path in sorted(ROOT.glob(pattern))]
+    named = [(path, name) for path in documents for name in dict.fromkeys(NAMED.findall(path.read_text()))]
+    return [
+        f"{path.relative_to(ROOT)} names {name}, which does not exist"
+        for path, name in named
+        if not any((ROOT / base / name).is_file() for base in BASES)
+    ]
+
+
 def show(title: str, entries: list[Entry]) -> None:
     sys.stdout.write(f"\n{title}\n" + "".join(f"{lines:7,}  {name}\n" for lines, name in entries))
 
@@ -128,7 +142,6 @@ def inspect() -> list[str]:
     functions = [entry for is_class, entry in found if not is_class]
     classes = [entry for is_class, entry in found if is_class]
     road = [PACKAGE / name for name in named_files(ROOT)]
-    missing = [path for path in road if not path.is_file()]
     show_rooms(files)
     for title, entries in (("functions", functions), ("classes", classes), ("files", sizes)):
         show(f"longest {title}", entries[:NUM_SHOWN])
@@ -141,7 +154,7 @@ def inspect() -> list[str]:
     faults = [f"{entry.lines:,} lines of {entry.name}, {limit:,} at most" for entry, limit in beyond]
     faults += find_circle(files)
     faults += find_misshapen([*files, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
-    faults += [f"ARCHITECTURE.md names {path.relative_to(ROOT)}, which does not exist" for path in missing]
+    faults += find_wrong_names()
     faults += [] if road else ["ARCHITECTURE.md names no file of the token's road"]
     return faults
 

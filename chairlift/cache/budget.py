@@ -1,4 +1,4 @@
-"""How much memory each slot has: accounts for a budget of tokens, in chunks. Plain Python, no tensors.
+"""Accounts for the memory of each slot, from a budget of tokens, in chunks. Plain Python, no tensors.
 
     slot  |====== held ======|- - parked - -|
           0                                                           max_seq_len
@@ -23,7 +23,7 @@ def chunks_of(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How the tokens of a budget are used, in whole chunks; the rest is free."""
+    """Counts the uses of a budget's tokens, in whole chunks; the rest is free."""
 
     num_tokens: int = 0  # the budget
     num_running: int = 0  # held by requests

@@ -24,7 +24,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def can_map(device: torch.device) -> bool:
-    """Whether memory for blocks can be allocated as it is used."""
+    """Returns true if memory for blocks can be allocated as it is used."""
     return device.type == "cpu" and sys.platform == "linux"
 
 

@@ -1,4 +1,4 @@
-"""Which slots are free, warm or claimed, how long each is, and what memory it has. Plain Python, no tensors.
+"""Keeps which slots are free, warm or claimed, how long each is, and what memory it has. Plain Python, no tensors.
 
 A claimed slot has a committed length. A warm slot has no owner, but its first tokens stay valid: they can be claimed
 with the slot, or copied. When no slot is free, warm ones are claimed like free ones. There need not be memory for

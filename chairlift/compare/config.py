@@ -9,7 +9,7 @@ MAX_TOP = 20  # log-probabilities of a position that servers tell at most
 
 
 class CompareConfig(BaseModel):
-    """What is compared, over which text, and where the results go."""
+    """Says what is compared, over which text, and where the results go."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -110,7 +110,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is printed of a comparison. Divergences are in nats."""
+    """Holds what is printed of a comparison. Divergences are in nats."""
 
     num_positions: int
     reference_perplexity: Estimate

@@ -39,7 +39,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where the bytes of a tensor are. They are within the file, and no other tensor has them."""
+    """Says where the bytes of a tensor are. They are within the file, and no other tensor has them."""
 
     path: Path
     dtype: torch.dtype

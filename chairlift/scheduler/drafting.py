@@ -54,7 +54,7 @@ NO_GUESS = Guess((), 0)
 
 
 class Rates:
-    """How often a row's guessed tokens are right, by how many tokens before the guess matched."""
+    """Tells how often a row's guessed tokens are right, by how many tokens before the guess matched."""
 
     def __init__(self, like: "Rates | None" = None) -> None:
         """`like`: the rates of earlier rows, to start from."""
@@ -80,7 +80,7 @@ class Rates:
 
 @dataclass(slots=True)
 class IndexBudget:
-    """How many more tokens a step may index; the rest is indexed in later steps."""
+    """Counts the tokens that a step may still index; the rest is indexed in later steps."""
 
     num_left: int = _MAX_INDEXED
 
@@ -126,7 +126,7 @@ class Text:
 
 @dataclass(slots=True)
 class _Client:
-    """What is remembered of a client."""
+    """Holds what is remembered of a client."""
 
     texts: list[Text]  # one or two, the newer one last
     rates: Rates

@@ -1,4 +1,4 @@
-"""What is found for a prompt: the slot that holds most of it, the state to go on from, and who computes more of it."""
+"""Finds for a prompt the slot that holds most of it, the state to go on from, and who computes more of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ class Finder:
 def _with_state(
     found: Finding, slot: int, states: StateReuse, matches: Sequence[SharedPrefix], tokens: bytes, salt: str
 ) -> Finding:
-    """What of a match in `slot` can be reused with the states that there are."""
+    """Returns what of a match in `slot` can be reused with the states that there are."""
     state = states.find(matches, tokens, salt, found.num_matched)
     num_tokens = 0 if state is None else state.num_tokens
     num_in_place = max(num_tokens, states.reach_in_place(slot, found.num_matched))
@@ -83,6 +83,6 @@ def _with_state(
 
 
 def _can_lead(owner: RequestState, request: RequestState) -> bool:
-    """Whether the owner may be the request's leader. It must have no leader itself, so that there are no cycles."""
+    """Returns true if the owner may be the request's leader. It must have no leader itself: there must be no cycles."""
     is_computing = owner.slot is not None and owner.finish_reason is None
     return is_computing and owner.leader is None and owner is not request

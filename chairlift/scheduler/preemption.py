@@ -1,4 +1,4 @@
-"""Which running request is preempted: for one of higher priority, or because memory is short."""
+"""Chooses which running request is preempted: for one of higher priority, or because memory is short."""
 
 from collections.abc import Iterable, Sequence
 

@@ -28,7 +28,7 @@ RepetitionWatch = Callable[[int], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What is to be computed: a prompt and how to continue it. `max_tokens` is resolved: it fits into a slot.
+    """Says what is to be computed: a prompt and how to continue it. `max_tokens` is resolved: it fits into a slot.
 
     The engine itself makes all objects that have state (`new_...`), so that both threads may hold a request. With a
     grammar, the text ends where the grammar does: `min_tokens` and `ignore_eos` have no effect.
@@ -56,7 +56,7 @@ class Group:
 
 
 class Contents:
-    """Which keys and values in a request's slot are sound, that is, not NaN.
+    """Tells which keys and values in a request's slot are sound, that is, not NaN.
 
     Tokens are sound once a token was sampled after them, or if they were reused from sound ones. What is not known to
     be sound is neither reused nor left in the slot: attention multiplies even what it masks, and NaN survives that.
@@ -92,11 +92,11 @@ class Contents:
 
     @property
     def has_bad_surplus(self) -> bool:
-        """Whether what was computed after the tokens that count must be overwritten before the row continues."""
+        """Returns true if what was computed after the tokens that count must be overwritten first."""
         return self._has_bad_surplus
 
     def num_sound(self, num_computed: int) -> int:
-        """How many of the computed tokens are sound."""
+        """Counts the computed tokens that are sound."""
         return num_computed if self._is_sampled else self._num_reused
 
     def to_scrub(self, num_computed: int) -> int | None:
@@ -262,7 +262,7 @@ class RequestState(_Progress):
 
     @property
     def wants_prompt_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be reported; its first token has none."""
+        """Returns true if log-probabilities of its prompt are still to be reported; its first token has none."""
         return self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
 
     @property
@@ -272,14 +272,14 @@ class RequestState(_Progress):
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether its next step can be planned: not if it needs a pending token or a late mask, or is known to end."""
+        """Returns true unless it needs a pending token or a late mask, or is known to end."""
         if self.grammar is not None and not self.grammar.is_ready:
             return False
         return not self.num_pending or (not self.needs_newest_token and self.num_remaining > 0 and not self.is_yielding)
 
     @property
     def may_allow_nothing(self) -> bool:
-        """Whether its own constraints may leave no token, though all logits are numbers."""
+        """Returns true if its own constraints may leave no token, though all logits are numbers."""
         return self.grammar is not None or self.token_filter is not None
 
     def record(self, result: RowResult) -> list[int]:

@@ -22,7 +22,7 @@ _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How requests share the engine; each field is the engine setting of the same name."""
+    """Says how requests share the engine; each field is the engine setting of the same name."""
 
     enable_prefix_caching: bool = True
     preempt_after: int | None = None  # tokens generated before a request may be preempted; None: it never is
@@ -210,7 +210,7 @@ def _turn_away(request: RequestState, error: QueueFull | QueueTimeout) -> TokenE
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """When a request must have its first slot, or must have ended. Its weak reference keeps no request in memory."""
+    """Says when a request must have its first slot, or must have ended. Its weak reference keeps none in memory."""
 
     time: float
     request: ref[RequestState]

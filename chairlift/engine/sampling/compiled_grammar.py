@@ -54,7 +54,7 @@ _BYTES_PER_S = 2e8  # by which a lexer grows if it does nothing else
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What a grammar in use may take."""
+    """Limits what a grammar in use may take."""
 
     parser: Mapping[str, Any] = field(default_factory=lambda: PARSER_LIMITS)  # arguments of `LLParserLimits`
     slow_s: float = 0.01  # of processor time for a mask; most take 0.1 ms

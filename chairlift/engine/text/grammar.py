@@ -47,7 +47,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class CompilerLimits:
-    """What a compiler of grammars may take."""
+    """Limits what a compiler of grammars may take."""
 
     max_unfinished: int = 64  # grammars that are being compiled or wait for that
     max_cache_bytes: int = 2**27

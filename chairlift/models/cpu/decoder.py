@@ -29,7 +29,7 @@ _GROUPED_FORMATS = 2  # added to the above
 
 
 def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) -> str | None:
-    """Why the kernels cannot run a model of that description and format on that device; None if they can.
+    """Says why the kernels cannot run a model of that description and format on that device; None if they can.
 
     Compiles them, if that has not been done before.
     """

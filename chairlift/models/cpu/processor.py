@@ -1,4 +1,4 @@
-"""What the processor can do, and which instruction sets the kernels use because of that."""
+"""Finds what the processor can do, and so which instruction sets the kernels use."""
 
 import ctypes
 import os

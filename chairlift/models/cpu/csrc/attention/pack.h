@@ -1,4 +1,4 @@
-// Keys, values and queries as panels of a product (see product/registers.h).
+// Keys, values and queries as panels of a product (see product/panel.h).
 #pragma once
 
 #include "../product/product.h"

@@ -208,7 +208,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return self.view(reservation, num_steps)
 
     def view(self, reservation: Reservation, num_steps: int = 1) -> list[ContinuousBatchingKVCacheCollection]:
-        """What `fetch` returns, for rows that are reserved already. Only this part allocates memory on the device.
+        """Makes what `fetch` returns, for rows reserved already. Only this part allocates memory on the device.
 
         Pending copies and scrubs must have been performed.
         """
@@ -267,7 +267,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether memory that is freed can be used for something else."""
+        """Returns true if memory that is freed can be used for something else."""
         return all(isinstance(memory, MappedMemory) for memory in self.memories)
 
     def check_memory(self) -> None:

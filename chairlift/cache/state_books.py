@@ -1,4 +1,4 @@
-"""How far the recurrent state of each slot has come. Plain Python, no tensors; not thread-safe.
+"""Keeps how far the recurrent state of each slot has come. Plain Python, no tensors; not thread-safe.
 
 A state cannot go back, so it stops before tokens that may be taken back. Their inputs are pending, and the next row of
 the slot applies those of them that count before its own (`num_replayed`):

@@ -1,4 +1,4 @@
-"""Which slot a request gets, and which prefix of its prompt is reused from a slot instead of computed.
+"""Decides which slot a request gets, and which prefix of its prompt is reused from a slot and not computed.
 
 A request that ends leaves its slot warm. A new one gets, in this order:
 
@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def cache_use(self) -> CacheUse:
-        """What the cache's memory is used for."""
+        """Tells what the cache's memory is used for."""
         return self._slots.budget.use
 
     def place(self, request: RequestState) -> None:
@@ -93,7 +93,7 @@ class Placement:
         self.follow(request, finding)
 
     def has_memory_for(self, request: RequestState, num_running: int) -> bool:
-        """Whether a request can be placed so that some of the running ones can still grow by a chunk."""
+        """Returns true if a request can be placed so that some of the running ones can still grow by a chunk."""
         budget = self._slots.budget
         if budget.is_ample:
             return True

@@ -55,7 +55,7 @@ class StateReuse:
         return found
 
     def reach_in_place(self, slot: int, num_matched: int) -> int:
-        """How many of `num_matched` tokens of a slot its own state can be brought to, with its pending inputs."""
+        """Counts the tokens of `num_matched` to which a slot can bring its own state, with its pending inputs."""
         states = self._states
         return min(states.reach(slot), num_matched) if states.position(slot) <= num_matched else 0
 

@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks fuzz packages ray lint bench wheel compilers gpu clean
+.PHONY: help setup serve test test-all attacks fuzz packages ray lint bench wheel compilers sanitizers gpu clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the virtual environment and install the project into it
 
@@ -85,6 +85,9 @@ wheel: setup ## a wheel in dist/ with the kernels of every instruction set, so t
 
 compilers: setup ## compile the kernels with gcc 11 to 14 and clang, as far as they are installed, for every instruction set
 	$(PYTEST) -n 2 tests/models/cpu/test_toolchains.py -k no_compiler_warns $(ARGS)
+
+sanitizers: setup ## the kernels with sanitizers of addresses, threads and undefined behaviour, also on hostile weights
+	$(PYTEST) -n 2 tests/models/cpu/test_toolchains.py tests/models/cpu/test_hostile_weights.py -k sanitizers $(ARGS)
 
 # Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is, without this project.
 gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -14,8 +14,8 @@ from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.engine.sampling import masks
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, GrammarLimits
-from chairlift.engine.text.grammar import CompilerLimits
 from chairlift.engine.text.deltas import CumulativeOutput
+from chairlift.engine.text.grammar import CompilerLimits
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError

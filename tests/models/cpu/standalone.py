@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from chairlift.models.cpu import decoder, structures
-from chairlift.models.cpu.build import TOOLCHAIN
+from chairlift.models.cpu.build import TOOLCHAIN, InstructionSet, instruction_sets
 from chairlift.models.cpu.packing import LANES
+from chairlift.models.cpu.processor import usable_instruction_sets
 from chairlift.models.cpu.structures import Batch, Model, Piece
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
@@ -45,6 +46,20 @@ def compile_program(compiler: str, flags: Sequence[str], path: Path) -> None:
     command = [compiler, *TOOLCHAIN.flags, "-DCHAIRLIFT_OWN_THREADS", "-pthread", *flags, *sources, "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def level_of(isa: str) -> InstructionSet:
+    """Skips the test if this processor does not have it."""
+    if isa not in usable_instruction_sets():
+        pytest.skip(f"this processor does not have {isa}")
+    (level,) = (each for each in instruction_sets("x86_64") if each.name == isa)
+    return level
+
+
+def compile_sanitized(sanitizers: str, isa: str, path: Path) -> None:
+    """With gcc's sanitizers, as `-fsanitize` names them, and the kernels' own checks; each ends the program."""
+    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-DCHAIRLIFT_CHECKED")
+    compile_program("g++", (*level_of(isa).flags, *flags), path)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import torch
 
 from chairlift.models.cpu import build, decoder
 from chairlift.models.cpu.build import InstructionSet, instruction_sets
-from chairlift.models.cpu.processor import usable_instruction_sets
 from tests.models.cpu import support
-from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need, warnings_of
+from tests.models.cpu.standalone import ARM_COMPILER, compile_sanitized, kernels_of, level_of, need, warnings_of
 from tests.support.forward_bench import Bench, Row, in_pieces
 
 pytestmark = pytest.mark.slow
@@ -63,13 +62,6 @@ def computed(isa: str | None = None) -> list[torch.Tensor]:
         pieces = in_pieces(support.cpu_forward(config, number_format, isa), (1, 2, 1))
         logits += Bench(config, number_format.dtype, pieces).run(STEPS[0])
     return logits
-
-
-def level_of(isa: str) -> InstructionSet:
-    if isa not in usable_instruction_sets():
-        pytest.skip(f"this processor does not have {isa}")
-    (level,) = (each for each in X86 if each.name == isa)
-    return level
 
 
 def is_default(compiler: str) -> bool:
@@ -124,8 +116,7 @@ SANITIZERS = {"address": ("avx2", "avx512_vnni", "avx512_bf16"), "undefined": ("
 def test_sanitizers_and_checks_find_nothing(tmp_path: Path, sanitizer: str, isa: str) -> None:
     """In a program with threads of its own: a sanitizer does not see what OpenMP's wait for."""
     need("g++")
-    flags = (*level_of(isa).flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-DCHAIRLIFT_CHECKED")
-    compile_program("g++", flags, tmp_path / "program")
+    compile_sanitized(sanitizer, isa, tmp_path / "program")
     expected = computed(isa)
     with kernels_of(str(tmp_path / "program")):
         assert all(map(torch.equal, computed(), expected))

@@ -67,7 +67,8 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     const float inverse = largest > NEARLY_0 ? 127 / largest : 0;
     constexpr float ROUND = 12582912.0f;
     const f32x16 low = (first * inverse + ROUND) - ROUND, high = (second * inverse + ROUND) - ROUND;
-    const i32x16 low_value = convert<i32x16>(low), high_value = convert<i32x16>(high);
+    const int32_t is_finite = largest - largest == 0 ? -1 : 0;  // no integer represents the others, so they become 0
+    const i32x16 low_value = convert<i32x16>(low) & is_finite, high_value = convert<i32x16>(high) & is_finite;
     const int32_t sum = sum16(low_value + high_value);
     store16(to.values, low_value);
     store16(to.values + LANES, high_value);

@@ -108,7 +108,10 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         if len(devices) != self.layout.n_devices:
             raise ValueError(f"params.n_devices is {self.layout.n_devices}, but {len(devices)} devices are given")
         state_layout = self.layout.states
-        books = None if state_layout is None else StateBooks(max_cache_batch_size, max_tentative, num_snapshots)
+        books: StateBooks | None = None
+        if state_layout is not None:
+            num_bytes = state_layout.row_bytes * len(devices)
+            books = StateBooks(max_cache_batch_size, max_tentative, num_snapshots, num_bytes)
         super().__init__(max_cache_batch_size, max_seq_len, max_tokens, books)
         self._places = None if self.layout.is_plain else self.layout.places
         self.num_layers = num_layers

@@ -20,9 +20,10 @@ is often not in the next turn, so a state before it is good for more prompts tha
 class StateBooks:
     """Positions and pending inputs of the live states, by slot, and the states that are kept beside them."""
 
-    def __init__(self, num_slots: int, max_tentative: int, num_snapshots: int = 0) -> None:
-        """`max_tentative`: tokens at the end of a row that may be taken back."""
+    def __init__(self, num_slots: int, max_tentative: int, num_snapshots: int = 0, row_bytes: int = 0) -> None:
+        """`max_tentative`: tokens at the end of a row that may be taken back. `row_bytes`: of one state."""
         self.max_tentative = max_tentative
+        self.row_bytes = row_bytes
         self.snapshots = Snapshots(num_slots, num_snapshots)
         self._positions = [0] * num_slots
         self._reaches = [0] * num_slots

@@ -200,6 +200,9 @@ class EngineStats:
     inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
     cache: CacheUse = NO_MEMORY
     accepted_at: tuple[int, ...] = ()  # accepted tokens by their place in a guess
+    num_snapshot_bytes: int = 0  # of recurrent states that are kept for later prompts
+    # By prompt that a slot held some of: tokens of these that were computed again, to get from a state to their end.
+    state_distances: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNTS))
 
     @property
     def num_decoding(self) -> int:
@@ -304,6 +307,10 @@ class Journal:
             stats.totals.num_drafted_tokens = scheduler.speculation.num_drafted
             stats.totals.num_accepted_tokens = scheduler.speculation.num_accepted
             stats.accepted_at = tuple(scheduler.speculation.accepted_at)
+        if (states := scheduler.placement.states) is not None:
+            stats.num_snapshot_bytes = states.snapshot_bytes
+            for distance in states.take_distances():
+                stats.state_distances.add(distance)
         stats.cache = scheduler.placement.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:

@@ -62,6 +62,11 @@ class Placement:
         """Tells what the cache's memory is used for."""
         return self._slots.budget.use
 
+    @property
+    def states(self) -> StateReuse | None:
+        """What is known of recurrent states; None if there are none, or none is reused."""
+        return self._states
+
     def place(self, request: RequestState) -> None:
         """Gives the request a slot, one of which must be available, and reuses its longest prefix in any slot."""
         tokens = pack_tokens(request.token_ids)
@@ -122,7 +127,7 @@ class Placement:
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
             if self._states is not None:
-                self._states.mark_junction(request, finding.num_matched)
+                self._states.note_match(request, finding.num_matched)
         elif self._states is not None:
             self._states.mark_for_follower(finding.leader, finding.num_awaited)
 

@@ -37,6 +37,17 @@ class StateReuse:
         self._slots = slots
         self._states = states
         self._max_tail = min(PROMPT_TAIL, states.max_tentative)
+        self._distances = list[int]()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the states that are kept beside those of slots."""
+        return len(self._states.snapshots) * self._states.row_bytes
+
+    def take_distances(self) -> list[int]:
+        """Returns how far states were from the ends of matches, for the prompts that matched since the last call."""
+        distances, self._distances = self._distances, []
+        return distances
 
     def find(self, matches: Sequence[SharedPrefix], tokens: bytes, salt: str, num_matched: int) -> StateSource | None:
         """Finds the longest state of at most `num_matched` tokens. `matches`: slots by what they share, longest first.
@@ -86,9 +97,11 @@ class StateReuse:
         assert self._slots.cache_length_of(slot) == source.num_tokens, f"slot {slot} and its state differ"
         self._slots.copy_state(source.row, slot)
 
-    def mark_junction(self, request: RequestState, num_matched: int) -> None:
+    def note_match(self, request: RequestState, num_matched: int) -> None:
         """Has a prompt leave a state where its match ends, if much of it must be computed again without one."""
         num_again = num_matched - request.num_computed
+        if num_matched:
+            self._distances.append(num_again)
         if num_matched >= _MIN_JUNCTION and (num_again * _MOST_AGAIN > num_matched or num_again >= _MIN_NEW):
             self._mark(request, num_matched)
 

@@ -136,6 +136,12 @@ def test_a_common_beginning_of_any_length_is_cached_from_the_third_request_on(mo
             outputs = [llm.generate([prompt], PARAMS[0])[0] for prompt in prompts]
             assert parts_of(outputs) == parts_of(forgetful.generate(prompts, PARAMS[0]))
             assert all(number >= 0.9 * length for number in cached(outputs)[2:])
+        core = core_of(llm)
+        stats, layout = core.read_stats(), core.cache.layout.states
+        assert layout is not None
+        assert stats.num_snapshot_bytes in range(2 * layout.row_bytes, 9 * layout.row_bytes, layout.row_bytes)
+        assert stats.state_distances.count == 6  # the first of each length has nothing in common with others
+        assert 64 <= stats.state_distances.sum < 2 * 120
 
 
 def test_the_next_turn_finds_all_but_what_is_new(model: str, forgetful: LLM) -> None:

@@ -21,6 +21,7 @@ from chairlift.scheduler.request_queue import RequestQueue
 
 EOS, WORD = 1, 9
 MAX_TENTATIVE = 65  # the longest guess and the token before it
+ROW_BYTES = 1000  # of a state
 _OPTIONS = {
     "priority": "priority",
     "tenant": "tenant",
@@ -166,7 +167,7 @@ class FakeEngine(Driver):
 
         `num_snapshots`: of the states of recurrent layers; None: there are no such layers.
         """
-        states = None if num_snapshots is None else StateBooks(num_slots, MAX_TENTATIVE, num_snapshots)
+        states = None if num_snapshots is None else StateBooks(num_slots, MAX_TENTATIVE, num_snapshots, ROW_BYTES)
         super().__init__(num_slots, max(budget, num_slots), **{"policy": Policy(), "states": states, **settings})
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over

@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.plan import RowResult, SlotCopy, StateCopy
 from chairlift.scheduler import Policy, Speculation
-from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, FakeEngine, Plan, Words, beside, prefill
+from tests.scheduler.fake_engine import EOS, NO_REUSE, ROW_BYTES, WORD, FakeEngine, Plan, Words, beside, prefill
 
 SYSTEM = list(range(100, 300))  # two hundred tokens that prompts have in common
 USER = list(range(300, 340))
@@ -42,6 +42,10 @@ def test_what_prompts_have_in_common_is_cached_from_the_third_on(length: int) ->
     engine = make()
     cached = [engine.serve(name, [*SYSTEM[:length], ord(name), *USER], 3).num_cached_tokens for name in "abcd"]
     assert cached == [0, 0, length, length]
+    states = engine.scheduler.placement.states
+    assert states is not None
+    assert [states.take_distances(), states.take_distances()] == [[length, 0, 0], []]
+    assert states.snapshot_bytes == len(tokens_of_states(engine)) * ROW_BYTES
 
 
 def test_a_prompt_leaves_a_state_where_the_next_turn_may_part_from_it() -> None:

@@ -38,6 +38,10 @@ _GAUGES: _Table = {
     "chairlift_requests_running": ("num_running", "Requests that have a slot."),
     "chairlift_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
     "chairlift_cache_usage": ("cache.share", "Share of the cache's memory that requests hold, 0 to 1."),
+    "chairlift_state_snapshot_bytes": (
+        "num_snapshot_bytes",
+        "Bytes of recurrent states that are kept for later prompts, in models that have such states.",
+    ),
 }
 _COUNTERS: _Table = {
     "chairlift_prompt_tokens": (
@@ -66,6 +70,10 @@ _HISTOGRAMS: _Table = {
     ),
     "chairlift_step_rows": ("step_rows", "Requests in a step: the batch size."),
     "chairlift_step_tokens": ("step_tokens", "Tokens computed in a step."),
+    "chairlift_state_distance_tokens": (
+        "state_distances",
+        "Tokens of a prompt that a slot held and that were computed again, because the nearest state was so far away.",
+    ),
     "chairlift_queue_time_seconds": ("queue_seconds", "Time from a request's arrival to its first slot."),
     "chairlift_time_to_first_token_seconds": (
         "first_token_seconds",

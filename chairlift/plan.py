@@ -141,7 +141,14 @@ class StateCopy:
     target: int
 
 
-Job = SlotCopy | Scrub | StateCopy
+@dataclass(frozen=True, slots=True)
+class StateScrub:
+    """Frees the memory of a row of recurrent states that nobody needs, and of its pending inputs if it is a slot's."""
+
+    row: int
+
+
+Job = SlotCopy | Scrub | StateCopy | StateScrub
 """Work on the cache's tensors, done in order and before what is planned after it."""
 
 

@@ -17,7 +17,7 @@ from chairlift.cache.memory import MappedMemory, allocate_blocks
 from chairlift.cache.state_books import StateBooks
 from chairlift.cache.states import SlotStates, StateMemory
 from chairlift.device import send
-from chairlift.plan import Job, Reservation, SlotCopy, StateCopy
+from chairlift.plan import Job, Reservation, SlotCopy, StateCopy, StateScrub
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -300,6 +300,9 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
             elif isinstance(job, StateCopy):
                 for states in self.state_memories:
                     states.copy(job.source, job.target)
+            elif isinstance(job, StateScrub):
+                for states in self.state_memories:
+                    states.clear(job.row)
             else:
                 for memory in self.memories:
                     memory.clear(job.slot, job.start, job.end)

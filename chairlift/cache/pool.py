@@ -21,7 +21,7 @@ from chairlift.cache.budget import TokenBudget
 from chairlift.cache.prefixes import CommonPrefixes
 from chairlift.cache.state_books import StateBooks
 from chairlift.errors import CacheFull
-from chairlift.plan import Job, Scrub, SlotCopy
+from chairlift.plan import Job, Scrub, SlotCopy, StateScrub
 
 
 class SlotPool:
@@ -197,6 +197,8 @@ class SlotPool:
         """Frees all memory that holds nothing valid and is not reserved."""
         with self._lock:
             self.owed += self.budget.cut_all()
+            if self.states is not None:
+                self.owed += map(StateScrub, self.states.take_unused(self._lengths))
 
     def performed(self, num_jobs: int) -> None:
         """Removes the first jobs of the pending work, once they have been performed."""

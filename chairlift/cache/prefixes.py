@@ -77,6 +77,11 @@ class PrefixIndex:
         """All slots in the index."""
         return set(self._entries)
 
+    def entry(self, slot: int) -> tuple[bytes, str]:
+        """Returns the tokens of a slot, and its salt. KeyError if it is not in the index."""
+        entry = self._entries[slot]
+        return entry.tokens, entry.salt
+
     def insert(self, slot: int, tokens: bytes, salt: str = "") -> None:
         """Records that the slot holds, or will hold, exactly these tokens."""
         self._num_inserted += 1

@@ -7,6 +7,7 @@ case that a prompt parts from another just behind it; once one did, it is like t
 Plain Python, no tensors; not thread-safe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift.cache.prefixes import PrefixIndex, count_tokens
@@ -29,6 +30,7 @@ class Snapshots:
         self._free = list(reversed(self._rows))
         self._lengths: dict[int, int] = {}  # the least recently used comes first
         self._waypoints: dict[int, None] = {}  # likewise
+        self._written = set[int]()  # rows that take memory
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -73,6 +75,7 @@ class Snapshots:
                 return None
             self.remove(next(iter(candidates)))
         row = self._free.pop()
+        self._written.add(row)
         self._index.insert(row, tokens, salt)
         self._lengths[row] = num_tokens
         if is_waypoint:
@@ -90,6 +93,18 @@ class Snapshots:
         """Forgets all states that have taken more than `above` tokens, all of them the first of these."""
         while (found := self.find(tokens, salt, count_tokens(tokens))) is not None and found.num_tokens > above:
             self.remove(found.row)
+
+    def keep_only(self, is_wanted: Callable[[bytes, str], bool]) -> None:
+        """Forgets the states whose tokens and salt are not wanted."""
+        for row in list(self._lengths):
+            if not is_wanted(*self._index.entry(row)):
+                self.remove(row)
+
+    def take_unused(self) -> list[int]:
+        """Returns the rows that hold no state and take memory, which is to be freed."""
+        unused = sorted(self._written - self._lengths.keys())
+        self._written.difference_update(unused)
+        return unused
 
     def clear(self) -> None:
         """Forgets all states."""

@@ -10,6 +10,8 @@ A slot of `num_tokens` valid tokens can go on if they end between the two. Other
 it is zeros whatever the memory holds; one that holds tokens then needs the state of another row.
 """
 
+from collections.abc import Container
+
 from chairlift.cache.snapshots import Snapshots
 
 PROMPT_TAIL = 8
@@ -27,6 +29,7 @@ class StateBooks:
         self.snapshots = Snapshots(num_slots, num_snapshots)
         self._positions = [0] * num_slots
         self._reaches = [0] * num_slots
+        self._written = set[int]()  # slots whose states take memory
 
     def position(self, slot: int) -> int:
         """Returns how many tokens the slot's state has taken."""
@@ -39,12 +42,22 @@ class StateBooks:
     def stand(self, slot: int, position: int, num_pending: int = 0) -> None:
         """Records how many tokens the slot's state has taken, and how many inputs are pending after these."""
         self._positions[slot], self._reaches[slot] = position, position + num_pending
+        if position + num_pending:
+            self._written.add(slot)
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """Records that only the first `num_tokens` tokens of the slot count."""
         if self._positions[slot] > num_tokens:
             self.stand(slot, 0)
         self._reaches[slot] = min(self._reaches[slot], num_tokens)
+
+    def take_unused(self, claimed: Container[int]) -> list[int]:
+        """Returns the rows that hold no state and take memory, which is to be freed."""
+        unused = [slot for slot in sorted(self._written) if slot not in claimed and not self._positions[slot]]
+        self._written.difference_update(unused)
+        for slot in unused:
+            self._reaches[slot] = 0  # its pending inputs are freed as well
+        return unused + self.snapshots.take_unused()
 
     def num_replayed(self, slot: int, num_tokens: int) -> int:
         """Returns how many pending inputs lead to `num_tokens` tokens. ValueError if the state cannot get there."""

@@ -73,6 +73,7 @@ class StateMemory:
         last = next(place for place in reversed(places) if place is not None)
         num_elements, num_inputs = last.offset + last.num_elements, last.input_offset + last.num_inputs
         self._places = places
+        self._num_slots = num_slots
         # One plane per row, so that what was never written takes no memory where memory is elastic.
         self._live = allocate_blocks([num_slots + num_snapshots, 1, 1, num_elements], torch.float32, device)
         self._pending = allocate_blocks([num_slots, 1, 1, max_tentative, num_inputs], torch.float32, device)
@@ -95,3 +96,9 @@ class StateMemory:
     def copy(self, source: int, target: int) -> None:
         """Copies the state of one row to another."""
         self.live[target].copy_(self.live[source])
+
+    def clear(self, row: int) -> None:
+        """Zeroes a row, and frees its memory where that is elastic."""
+        self._live.clear(row, 0, self.live.shape[1])
+        if row < self._num_slots:
+            self._pending.clear(row, 0, self.pending.shape[1])

@@ -42,10 +42,10 @@ class Placement:
         self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
         self._index = PrefixIndex()
         self._owners: dict[int, RequestState] = {}
-        self._states: StateReuse | None = None  # no layer has a recurrent state, or none is reused
+        self.states: StateReuse | None = None  # None: no layer has a recurrent state, or none is reused
         if slots.states is not None and enable_prefix_caching:
-            self._states = StateReuse(slots, slots.states)
-        self._finder = Finder(slots, self._index, self._owners, self._states)
+            self.states = StateReuse(slots, slots.states)
+        self._finder = Finder(slots, self._index, self._owners, self.states)
 
     @property
     def owners(self) -> list[RequestState]:
@@ -61,11 +61,6 @@ class Placement:
     def cache_use(self) -> CacheUse:
         """Tells what the cache's memory is used for."""
         return self._slots.budget.use
-
-    @property
-    def states(self) -> StateReuse | None:
-        """What is known of recurrent states; None if there are none, or none is reused."""
-        return self._states
 
     def place(self, request: RequestState) -> None:
         """Gives the request a slot, one of which must be available, and reuses its longest prefix in any slot."""
@@ -84,10 +79,10 @@ class Placement:
             self._slots.claim_slot(slot, num_reused)
         request.slot = slot
         request.is_recurrent = self._slots.states is not None
-        if self._states is not None:
-            self._states.begin(request)
+        if self.states is not None:
+            self.states.begin(request)
             if num_reused:
-                self._states.take_in_place(request, tokens, finding.state)
+                self.states.take_in_place(request, tokens, finding.state)
         request.reuse(num_reused)
         request.contents, request.has_counts = Contents(num_reused), False
         self._owners[slot] = request
@@ -126,15 +121,15 @@ class Placement:
         request.leader = finding.leader
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
-            if self._states is not None:
-                self._states.note_match(request, finding.num_matched)
-        elif self._states is not None:
-            self._states.mark_for_follower(finding.leader, finding.num_awaited)
+            if self.states is not None:
+                self.states.note_match(request, finding.num_matched)
+        elif self.states is not None:
+            self.states.mark_for_follower(finding.leader, finding.num_awaited)
 
     def keep_states(self, plan: StepPlan) -> None:
         """Keeps recurrent states that the prompts in a plan leave, once it counts as begun."""
-        if self._states is not None:
-            self._states.keep_after(plan, self.owner_of, self._index)
+        if self.states is not None:
+            self.states.keep_after(plan, self.owner_of, self._index)
 
     def release(self, request: RequestState) -> None:
         """Takes the request's slot: its sound tokens stay warm, and the rest is scrubbed."""
@@ -146,8 +141,8 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
-        if self._states is not None and num_kept < request.num_computed:
-            self._states.forget(request, above=num_kept)
+        if self.states is not None and num_kept < request.num_computed:
+            self.states.forget(request, above=num_kept)
         if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:
@@ -182,8 +177,8 @@ class Placement:
             self._slots.release(slot)
             self._index.remove(slot)
         self._owners.clear()
-        if self._states is not None:
-            self._states.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
 
     def forget_prefixes(self) -> None:
         """Empties the index, so that neither new requests nor those that wait for a leader reuse anything.
@@ -191,8 +186,8 @@ class Placement:
         Owners keep their slots, which will not become warm, since they are no longer in the index.
         """
         self._index.clear()
-        if self._states is not None:
-            self._states.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
         for slot in self._slots.warm:
             self._slots.shrink_warm(slot, 0)
 
@@ -201,6 +196,8 @@ class Placement:
         use = self._slots.budget.use
         num_kept = min(int(_KEPT_WHEN_IDLE * use.num_tokens), _MAX_KEPT_WHEN_IDLE)
         self._shrink_warm(use.num_warm - num_kept, None)
+        if self.states is not None:
+            self.states.rest(self._index)
         self._slots.give_back()
 
     def check(self) -> None:
@@ -259,8 +256,8 @@ class Placement:
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
-        if finding.state is not None and self._states is not None:
-            self._states.take_copy(target, finding.state)
+        if finding.state is not None and self.states is not None:
+            self.states.take_copy(target, finding.state)
         request.reuse(num_tokens)
         request.contents.copied(min(num_sound, num_tokens))
 
@@ -271,8 +268,8 @@ class Placement:
         another. Slots that share less with the row, or have another salt, are kept: if they are bad, the next request
         that fails because of them frees them.
         """
-        if self._states is not None:
-            self._states.forget(request, above=request.num_reused if request.may_allow_nothing else 0)
+        if self.states is not None:
+            self.states.forget(request, above=request.num_reused if request.may_allow_nothing else 0)
         if not request.num_reused or request.may_allow_nothing:
             return
         tokens = pack_tokens(request.token_ids[: request.num_reused])

@@ -15,7 +15,7 @@ ends of prompts, where a follower waits for one, and every `WAYPOINT_TOKENS` tok
 from collections.abc import Callable, Container, Sequence
 
 from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.prefixes import SharedPrefix, cut_tokens, pack_tokens
+from chairlift.cache.prefixes import PrefixIndex, SharedPrefix, count_tokens, cut_tokens, pack_tokens
 from chairlift.cache.snapshots import StateSource
 from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.plan import StateCopy, StepPlan
@@ -131,6 +131,18 @@ class StateReuse:
     def forget(self, request: RequestState, above: int) -> None:
         """Forgets kept states that have taken more than `above` tokens of a request, which may be at fault."""
         self._states.snapshots.forget(pack_tokens(request.token_ids), request.options.cache_salt, above)
+
+    def rest(self, index: PrefixIndex) -> None:
+        """Forgets the kept states whose tokens no slot holds (any more), since nobody can go on from them."""
+
+        def is_held(tokens: bytes, salt: str) -> bool:
+            num_tokens = count_tokens(tokens)
+            longest = next(iter(index.match(tokens, salt)), None)
+            if longest is None or longest.num_tokens < num_tokens:
+                return False
+            return any(self._slots.num_valid(slot) >= num_tokens for slot in longest.slots)
+
+        self._states.snapshots.keep_only(is_held)
 
     def forget_all(self) -> None:
         """Forgets all kept states, and the live ones that wait for a copy, which may be repeated too late."""

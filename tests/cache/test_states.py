@@ -13,7 +13,7 @@ from chairlift.cache import KVCacheParams
 from chairlift.cache.layout import CacheLayout, StateParams
 from chairlift.cache.state_books import StateBooks
 from chairlift.cache.states import SlotStates, StatePlace
-from chairlift.plan import StateCopy
+from chairlift.plan import StateCopy, StateScrub
 
 KEPT = KVCacheParams(torch.float32, n_kv_heads=1, head_dim=2)
 STATES = [None, StateParams(3, 2), StateParams(1, 1)]  # by layer
@@ -210,6 +210,22 @@ def test_every_device_has_the_states() -> None:
     (slot,) = cache.claim(1)
     run(cache, {slot: [1, 2]})
     assert [memory.live[slot].tolist() for memory in cache.state_memories] == [[state_of([1, 2])] * 4] * 2
+
+
+def test_memory_of_states_that_nobody_needs_is_given_back() -> None:
+    cache = make(num_snapshots=1)
+    warm, free = cache.claim(2)
+    run(cache, {warm: [1, 2, 3], free: [4, 5]}, tentative=1)
+    cache.release(warm, 3)
+    cache.release(free, 0)
+    cache.give_back()
+    assert [job for job in cache.owed if isinstance(job, StateScrub)] == [StateScrub(free)]
+    cache.settle()
+    (memory,) = cache.state_memories
+    assert memory.live[free].tolist() == [0] * 4
+    assert not memory.pending[free].any()
+    cache.claim_slot(warm, 3)
+    assert run(cache, {warm: [9]}).live[warm].tolist() == [state_of([1, 2, 3, 9])] * 4
 
 
 class Slots(RuleBasedStateMachine):

@@ -14,7 +14,7 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.state_books import StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StateCopy, StepPlan
+from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StateCopy, StateScrub, StepPlan
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.request_queue import RequestQueue
@@ -341,6 +341,9 @@ class FakeEngine(Driver):
                 copies.append(job)
             elif isinstance(job, StateCopy):
                 self._states[job.target] = list(self._states[job.source])
+            elif isinstance(job, StateScrub):
+                self._states[job.row] = []
+                self._pending[job.row : job.row + 1] = [[]] * (job.row < len(self._pending))
             else:
                 del self._contents[job.slot][job.start :]
         return copies

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.plan import RowResult, SlotCopy, StateCopy
+from chairlift.plan import RowResult, SlotCopy, StateCopy, StateScrub
 from chairlift.scheduler import Policy, Speculation
 from tests.scheduler.fake_engine import EOS, NO_REUSE, ROW_BYTES, WORD, FakeEngine, Plan, Words, beside, prefill
 
@@ -17,7 +17,7 @@ TAIL = 8
 
 
 def make(num_slots: int = 4, budget: int = 512, num_snapshots: int = 16, **settings: Any) -> FakeEngine:
-    return FakeEngine(num_slots, budget, max_seq_len=4096, num_snapshots=num_snapshots, **settings)
+    return FakeEngine(num_slots, budget, num_snapshots=num_snapshots, **{"max_seq_len": 4096, **settings})
 
 
 def tokens_of_states(engine: FakeEngine) -> list[int]:
@@ -186,6 +186,19 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert engine.step() == prefill(low=1)  # nothing is computed again
     engine.finish("low")
     assert low.num_output_tokens == 20
+
+
+def test_after_a_rest_the_states_of_tokens_that_are_still_held_are_left() -> None:
+    engine = make(max_seq_len=4096, cache_tokens=4096)  # a tenth of which may stay
+    engine.serve("older", list(range(1000, 1500)), 1)
+    engine.serve("newer", SYSTEM, 1)
+    assert tokens_of_states(engine) == [192, 492]
+    engine.scheduler.placement.rest()
+    assert (engine.slots.warm, tokens_of_states(engine)) == ({1: 200}, [192])
+    assert [job for job in engine.slots.owed if isinstance(job, StateScrub)] == [StateScrub(0), StateScrub(4)]
+    assert engine.serve("again", [*SYSTEM, 7], 1).num_cached_tokens == 200
+    engine.scheduler.placement.rest()
+    assert not any(isinstance(job, StateScrub) for job in engine.slots.owed)
 
 
 # Who does not share

@@ -53,6 +53,13 @@ class Snapshots:
                     found = StateSource(row, length)
         return found
 
+    def count(self, tokens: bytes, salt: str) -> int:
+        """Counts the states that have taken nothing but the first tokens of these."""
+        found = set[int]()
+        for prefix in self._index.match(tokens, salt):
+            found |= {row for row in prefix.slots - found if self._lengths[row] <= prefix.num_tokens}
+        return len(found)
+
     def use(self, row: int) -> None:
         """Records that a prompt goes on from the state in this row."""
         self._lengths[row] = self._lengths.pop(row)

@@ -59,6 +59,7 @@ class SlotSnapshot:
     num_tokens: int = 0  # prompt and generated
     num_held: int = 0  # tokens that it has memory for
     num_accepted: int = 0  # generated tokens that were guessed rightly, see docs/speculation.md
+    num_states: int = 0  # recurrent states that are kept of its tokens, see docs/decisions/19-recurrent-state.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +281,8 @@ class Journal:
         for request in self._scheduler.running:
             if request.slot is not None:
                 slots[request.slot] = _slot(request)
+        for slot, num_states in self._scheduler.placement.count_kept_states().items():
+            slots[slot] = replace(slots[slot], num_states=num_states)
         return Snapshot(
             time=now - self._start,
             slot_len=slot_len,

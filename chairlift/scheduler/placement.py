@@ -126,6 +126,10 @@ class Placement:
         elif self.states is not None:
             self.states.mark_for_follower(finding.leader, finding.num_awaited)
 
+    def count_kept_states(self) -> dict[int, int]:
+        """Counts by slot the recurrent states that are kept of its tokens; slots without any are left out."""
+        return {} if self.states is None else self.states.count_kept(self._index)
+
     def keep_states(self, plan: StepPlan) -> None:
         """Keeps recurrent states that the prompts in a plan leave, once it counts as begun."""
         if self.states is not None:

@@ -44,6 +44,11 @@ class StateReuse:
         """Bytes of the states that are kept beside those of slots."""
         return len(self._states.snapshots) * self._states.row_bytes
 
+    def count_kept(self, index: PrefixIndex) -> dict[int, int]:
+        """Counts by slot the kept states from which a prompt can go on that begins with what the slot holds."""
+        kept = {slot: self._states.snapshots.count(*index.entry(slot)) for slot in index.slots}
+        return {slot: count for slot, count in kept.items() if count}
+
     def take_distances(self) -> list[int]:
         """Returns how far states were from the ends of matches, for the prompts that matched since the last call."""
         distances, self._distances = self._distances, []

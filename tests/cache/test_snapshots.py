@@ -28,6 +28,13 @@ def test_the_longest_state_that_has_taken_nothing_else_is_found() -> None:
     assert snapshots.find(packed(10, 7), "", 11) is None
 
 
+def test_all_states_along_tokens_are_counted() -> None:
+    snapshots = filled(20, 40, 60)
+    counts = [snapshots.count(tokens, "") for tokens in (packed(10), packed(20), packed(50, 7), packed(99))]
+    assert counts == [0, 1, 2, 3]
+    assert snapshots.count(packed(99), "x") == 0
+
+
 def test_under_another_salt_nothing_is_found() -> None:
     snapshots = filled(20)
     assert snapshots.add(packed(20), "x") == 11

@@ -113,10 +113,13 @@ class Row {
 
   description() {
     if (this.slot === undefined) return "";
-    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, num_accepted, request_id } = this.slot;
+    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, num_accepted, num_states, request_id } =
+      this.slot;
     const name = `Slot ${this.index}`;
     if (state === "free") return `${name} is free.`;
-    if (state === "warm") return `${name} is free; its ${plural(num_computed, "token")} are kept for a prompt that begins with them.`;
+    const states = num_states === 0 ? "" : `; ${plural(num_states, "recurrent state")} kept along them`;
+    if (state === "warm")
+      return `${name} is free; its ${plural(num_computed, "token")} are kept for a prompt that begins with them${states}.`;
     const reused = num_reused === 0 ? "" : `, ${count(num_reused)} of them reused`;
     const prompt = `prompt of ${plural(num_prompt_tokens, "token")}${reused}`;
     const guessed = num_accepted === 0 ? "" : `, ${count(num_accepted)} of them guessed rightly`;
@@ -125,7 +128,7 @@ class Row {
         ? `computing its ${prompt}; ${count(num_computed)} are there`
         : `${prompt}; ${count(num_tokens - num_prompt_tokens)} generated${guessed}`;
     const memory = num_held === 0 ? "" : `; memory for ${plural(num_held, "token")}`;
-    return `${name}, request ${request_id}${this.isOwn ? " (yours)" : ""}: ${doing}${memory}.`;
+    return `${name}, request ${request_id}${this.isOwn ? " (yours)" : ""}: ${doing}${memory}${states}.`;
   }
 
   #set(name, value, draw) {

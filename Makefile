@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks fuzz packages ray lint bench wheel compilers sanitizers gpu clean
+.PHONY: help setup serve test test-all attacks fuzz interleavings packages ray lint bench wheel compilers sanitizers gpu clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the virtual environment and install the project into it
 
@@ -47,6 +47,9 @@ attacks: setup ## attack a server and measure with its full strictness how long 
 
 fuzz: setup ## serve mutated checkpoints for an hour and print what goes wrong (ARGS="--minutes 600 --seed 1 ...")
 	$(BIN)/python -m tests.fuzz --minutes 60 $(ARGS)
+
+interleavings: setup ## try every order of events in scopes larger than CI's: three quarters of an hour, 1 GB (ARGS="order": one)
+	$(BIN)/python -m tests.interleavings $(if $(ARGS),$(ARGS),--max-states 100000)
 
 # Programs, the packages that have them, and the tests that are skipped without them.
 define install

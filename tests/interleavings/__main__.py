@@ -1,0 +1,41 @@
+"""Visits every state of some scopes, and prints what was seen or the shortest way to what must never be.
+
+python -m tests.interleavings                  the large scopes, up to an hour
+python -m tests.interleavings order leaders    these alone
+"""
+
+import argparse
+import sys
+import time
+
+from tests.interleavings.scopes import EVERYDAY, FULL, LARGE
+from tests.interleavings.search import Counterexample, search
+
+
+def main() -> int:
+    scopes = {scope.name: scope for scope in (*EVERYDAY, *FULL, *LARGE)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scopes", nargs="*", metavar="SCOPE", help=f"one of {', '.join(scopes)}")
+    parser.add_argument("--max-states", type=int, help="visit only the nearest states, so many of each scope")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.scopes if name not in scopes]:
+        parser.error(f"there is no scope {unknown[0]!r}")
+    for name in arguments.scopes or [scope.name for scope in LARGE]:
+        begin = time.perf_counter()
+        try:
+            found = search(scopes[name], arguments.max_states)
+        except Counterexample as error:
+            print(error)
+            return 1
+        seconds = time.perf_counter() - begin
+        told = "all" if found.is_complete else "the nearest"
+        print(
+            f"{name}: {told} {found.num_states} states, {found.num_actions} actions, {found.depth} deep,"
+            f" the end at most {found.longest_way} actions away, {seconds:.0f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

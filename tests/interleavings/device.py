@@ -1,0 +1,201 @@
+"""A device whose slots hold a number for each token, which tells what the token is and what came before it.
+
+Every row must find in its slot the numbers of its own request, so a copy that is too short, a scrub of the wrong
+tokens or a slot given to two requests is seen when it is read, or before (`check`). Whatever the books call invalid is
+overwritten with junk as soon as no work on the slots is pending, so stale contents are never right by chance.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import Logprob, TokenLogprobs
+from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, SlotCopy, StepPlan
+from tests.interleavings.scope import INVALID, JUNK, NAN, ZERO, Case, Scope, first_number, next_number, next_token
+
+NO_MEMORY, NO_NUMBER = "the device ran out of memory", "its logits are not numbers"
+_NO_TOKEN = 0
+
+
+class Violation(AssertionError):
+    """What must never be."""
+
+
+def require(is_so: bool, message: str) -> None:
+    """Raises a `Violation` with this message unless that is so."""
+    if not is_so:
+        raise Violation(message)
+
+
+@dataclass(slots=True)
+class Launch:
+    """A launch whose results are not taken yet."""
+
+    plan: StepPlan
+    results: list[RowResult]
+    is_out_of_memory: bool = False
+
+
+class Device:
+    """The slots' contents. Launches are computed at once, as a device does its work in order."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.contents = [array("q", [ZERO]) * scope.max_seq_len for _ in range(scope.num_slots)]
+        # In which epoch each number was computed: an epoch ends when all prefixes are forgotten.
+        self.epochs = [array("b", [0]) * scope.max_seq_len for _ in range(scope.num_slots)]
+        self.newest = [_NO_TOKEN] * scope.num_slots  # the token that was sampled last in each slot
+
+    def perform(self, jobs: Sequence[Job], ledger: SlotLedger, since: int = 0) -> None:
+        """Performs copies and scrubs. Nothing may be copied that was computed before the epoch `since`."""
+        for job in jobs:
+            if isinstance(job, SlotCopy):
+                end = job.num_tokens
+                oldest = min(self.epochs[job.source][:end], default=since)
+                require(oldest >= since, f"a prefix in slot {job.source} is copied, though it was forgotten")
+                self.contents[job.target][:end] = self.contents[job.source][:end]
+                self.epochs[job.target][:end] = self.epochs[job.source][:end]
+            else:
+                size = max(0, job.end - job.start)
+                require(job.end <= ledger.max_seq_len, f"a scrub beyond slot {job.slot}")
+                self.contents[job.slot][job.start : job.end] = array("q", [ZERO]) * size
+
+    def compute(
+        self, plan: StepPlan, ledger: SlotLedger, epoch: int, placed: dict[str, int], late: str | None
+    ) -> list[RowResult]:
+        """Computes a plan. `late`: the request whose mask comes too late. `placed`: each request's epoch."""
+        results = []
+        for index, row in enumerate(plan.rows):
+            case = self.scope.cases[row.key.tag]
+            self._check_reads(plan, index, case, placed[case.name])
+            require(
+                row.start + row.num_new_tokens + plan.num_steps - 1 <= ledger.budget.limits[row.slot],
+                f"{case.name} writes beyond the memory of slot {row.slot}",
+            )
+            drawn = self._compute_row(row, plan.num_steps, epoch)
+            results.append(self._result_of(row, drawn, is_late=case.name == late))
+        return results
+
+    def run_out_of_memory(self, plan: StepPlan) -> list[RowResult]:
+        """What an engine makes of a plan for which there is no memory; what its rows have written by then is unknown.
+
+        The same rows come again or fail as in the engine's runner.
+        """
+        num_repeated = 0 if plan.is_decode else plan.num_decode_rows
+        results = []
+        for index, row in enumerate(plan.rows):
+            is_repeated = index < num_repeated and not row.guess
+            self._write(row, plan.num_steps, JUNK if is_repeated else NAN)
+            results.append(RowResult(is_late=True) if is_repeated else RowResult(error=NO_MEMORY, has_bad_surplus=True))
+        return results
+
+    def fail(self, plan: StepPlan) -> None:
+        """Breaks down in the middle of a plan: what its rows have written is NaN."""
+        for row in plan.rows:
+            self._write(row, plan.num_steps, NAN)
+
+    def forget_invalid(self, ledger: SlotLedger, busy: set[int]) -> None:
+        """Overwrites what the books call invalid, unless work on the slots is pending. `busy`: slots in a launch."""
+        if ledger.owed:
+            return
+        for slot, contents in enumerate(self.contents):
+            start = ledger.num_valid(slot)
+            stale, size = contents[start:], len(contents) - start
+            if NAN in stale:  # which nothing but a scrub or a write removes
+                contents[start:] = array("q", [NAN if number == NAN else JUNK for number in stale])
+            else:
+                contents[start:] = array("q", [JUNK]) * size
+            self.epochs[slot][start:] = array("b", [0]) * size
+            if slot not in busy:
+                self.newest[slot] = _NO_TOKEN
+
+    def check(self, ledger: SlotLedger) -> None:
+        """Checks that what warm slots offer is sound, and free ones hold no NaN, once no work on them is pending."""
+        if ledger.owed:
+            return
+        warm = ledger.warm
+        for slot, contents in enumerate(self.contents):
+            if ledger.contains(slot):
+                continue
+            valid = contents[: warm.get(slot, 0)]
+            require(JUNK not in valid and ZERO not in valid, f"warm slot {slot} has lost what it offers")
+            require(NAN not in contents, f"slot {slot} was released with NaN in it")
+
+    def check_slot(self, slot: int, length: int, case: Case) -> None:
+        """Checks that a claimed slot holds the first `length` tokens of its request."""
+        wanted = array("q", case.numbers[:length])
+        if self.contents[slot][:length] != wanted:
+            self._explain(slot, wanted, f"slot {slot} of {case.name}")
+
+    def _check_reads(self, plan: StepPlan, index: int, case: Case, epoch: int) -> None:
+        """Checks what a row finds in its slot, and in the one that it shares a prefix with."""
+        row = plan.rows[index]
+        wanted = array("q", case.numbers[: row.start])
+        contents = self.contents[row.slot]
+        if contents[: row.start] != wanted:
+            self._explain(row.slot, wanted, f"{case.name} reads slot {row.slot}")
+        require(not row.start or min(self.epochs[row.slot][: row.start]) >= epoch, f"{case.name} reuses the forgotten")
+        end = row.start + row.num_new_tokens
+        require(
+            NAN not in contents[end:], f"{case.name} computes in slot {row.slot} before NaN, which masks do not stop"
+        )
+        require(row.num_new_tokens > 0, f"{case.name} has a row without tokens")
+        assert plan.reservation is not None
+        require(plan.reservation.lengths[index] == row.start, f"{case.name} starts elsewhere than the books say")
+        if plan.reservation.common_prefixes:
+            shared = plan.reservation.common_prefixes[index]
+            if self.contents[shared.slot][: shared.num_tokens] != wanted[: shared.num_tokens]:
+                self._explain(shared.slot, wanted[: shared.num_tokens], f"{case.name} reads slot {shared.slot}")
+
+    def _explain(self, slot: int, wanted: "array[int]", message: str) -> None:
+        for position, number in enumerate(wanted):
+            found = self.contents[slot][position]
+            if found != number:
+                names = self.scope.owner_of_number
+                raise Violation(f"{message}: token {position} is {names.get(found, 'unknown')}, not {names[number]}")
+
+    def _compute_row(self, row: RowPlan, num_steps: int, epoch: int) -> list[int]:
+        """Writes a row's tokens. Returns what was sampled: after the last of its own, each guessed one, each step."""
+        salt = self.scope.cases[row.key.tag].request.options.cache_salt
+        contents, epochs = self.contents[row.slot], self.epochs[row.slot]
+        number = contents[row.start - 1] if row.start else first_number(salt)
+        first_sampled = row.start + row.num_new_tokens - 1 - len(row.guess)
+        inputs, drawn, position = list(row.input_ids), list[int](), row.start
+        end = row.start + row.num_new_tokens + num_steps - 1
+        while position < end:
+            token = inputs.pop(0) if inputs else drawn[-1]
+            if token == ON_DEVICE:
+                token = self.newest[row.slot]
+                require(token != _NO_TOKEN, f"{row.key.tag} wants a token that the device does not have")
+            number = NAN if number == NAN or token == INVALID else next_number(number, token)
+            number = NAN if number in self.scope.spoiled else number
+            contents[position], epochs[position] = number, epoch
+            if row.is_sampled and position >= first_sampled:
+                drawn.append(next_token(number))
+            position += 1
+        if drawn:
+            self.newest[row.slot] = drawn[-1]
+        return drawn
+
+    def _result_of(self, row: RowPlan, drawn: list[int], is_late: bool) -> RowResult:
+        scoring = row.work.scoring
+        scored = () if scoring is None else scoring.token_ids
+        scores: list[TokenLogprobs] = [{token: Logprob(0.0, 1)} for token in scored]
+        if is_late and row.is_sampled:
+            return RowResult(is_late=True, prompt_logprobs=scores)
+        own = drawn
+        if row.guess:
+            wrong = (at for at, token in enumerate(row.guess) if drawn[at] != token)
+            own = drawn[: next(wrong, len(row.guess)) + 1]
+        is_bad = INVALID in own
+        return RowResult(
+            own[: own.index(INVALID)] if is_bad else own,
+            prompt_logprobs=scores,
+            error=NO_NUMBER if is_bad else None,
+            has_bad_surplus=INVALID in drawn,
+        )
+
+    def _write(self, row: RowPlan, num_steps: int, number: int) -> None:
+        for position in range(row.start, row.start + row.num_new_tokens + num_steps - 1):
+            self.contents[row.slot][position] = number

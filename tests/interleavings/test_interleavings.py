@@ -1,0 +1,37 @@
+"""Every order of what may happen to a few requests: each ends once, in time, and with the tokens that it has alone."""
+
+import pytest
+
+from tests.interleavings.scope import Scope
+from tests.interleavings.scopes import EVERYDAY, FULL, GUESSES, MEMORY, SALTS
+from tests.interleavings.search import search
+
+MOST_STEPS = 20  # until the end of all requests of a scope, if nothing else comes
+
+
+def names(scopes: tuple[Scope, ...]) -> list[str]:
+    return [scope.name for scope in scopes]
+
+
+@pytest.mark.parametrize("scope", EVERYDAY, ids=names(EVERYDAY))
+def test_every_state_of_a_small_scope_is_sound(scope: Scope) -> None:
+    found = search(scope)
+    assert found.is_complete
+    assert found.longest_way <= MOST_STEPS
+
+
+_FURTHER = tuple(scope for scope in FULL if scope not in EVERYDAY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", _FURTHER, ids=names(_FURTHER))
+def test_every_state_of_a_further_scope_is_sound(scope: Scope) -> None:
+    found = search(scope)
+    assert found.is_complete
+    assert found.longest_way <= MOST_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", [GUESSES, MEMORY, SALTS], ids=names((GUESSES, MEMORY, SALTS)))
+def test_equal_states_lead_to_equal_states(scope: Scope) -> None:
+    assert search(scope, compare_every=4).num_compared >= 100

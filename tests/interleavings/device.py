@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import Logprob, TokenLogprobs
-from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, SlotCopy, StepPlan
+from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
 from tests.interleavings.scope import INVALID, JUNK, NAN, ZERO, Case, Scope, first_number, next_number, next_token
 
 NO_MEMORY, NO_NUMBER = "the device ran out of memory", "its logits are not numbers"
@@ -57,6 +57,7 @@ class Device:
                 self.contents[job.target][:end] = self.contents[job.source][:end]
                 self.epochs[job.target][:end] = self.epochs[job.source][:end]
             else:
+                assert isinstance(job, Scrub), "these models have no recurrent states"
                 size = max(0, job.end - job.start)
                 require(job.end <= ledger.max_seq_len, f"a scrub beyond slot {job.slot}")
                 self.contents[job.slot][job.start : job.end] = array("q", [ZERO]) * size

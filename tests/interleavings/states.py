@@ -22,7 +22,7 @@ from typing import Any
 
 from chairlift.params import RequestOptions, SamplingParams
 from chairlift.scheduler import Policy, Request
-from chairlift.scheduler.fair_queue import LazyHeap
+from chairlift.scheduler.lazy_heap import LazyHeap
 from tests.interleavings.scope import Case, Oracle, Scope
 from tests.interleavings.world import World
 
@@ -61,7 +61,9 @@ _UNORDERED = {
     "SlotLedger": {"_lengths", "_in_flight"},
     "PrefixIndex": {"_entries"},
     "Placement": {"_owners"},
-    "WaitingQueue": {"_requests", "_num_by_tenant", "_levels"},
+    "Finder": {"_owners"},
+    "WaitingQueue": {"_requests", "_num_by_tenant"},
+    "FairQueue": {"_levels"},
     "World": {"epoch_of"},
 }
 

@@ -10,7 +10,7 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, SharedPrefix
 from chairlift.plan import RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import RequestState, Scheduler, TokenEvent
-from chairlift.scheduler import placement as placement_module
+from chairlift.scheduler import finding as finding_module
 from chairlift.scheduler.placement import Placement
 from tests.interleavings.scope import Scope
 from tests.interleavings.scopes import FORGETTING, GUESSES, LEADERS, MEMORY, ORDER, OVERLAP, SALTS, STEPS
@@ -47,7 +47,7 @@ def keep_surplus(patch: pytest.MonkeyPatch) -> None:
 
 def follow_each_other(patch: pytest.MonkeyPatch) -> None:
     """A request that waits for a leader may lead others."""
-    patch.setattr(placement_module, "_can_lead", lambda owner, request: owner is not request)
+    patch.setattr(finding_module, "_can_lead", lambda owner, request: owner is not request)
 
 
 def never_look_again(patch: pytest.MonkeyPatch) -> None:

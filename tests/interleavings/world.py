@@ -142,7 +142,7 @@ class World:
                 self.clock.now += 1.0
             case "rest":
                 self._spend("rest")
-                self.scheduler.placement.rest()
+                self.scheduler.placement.trim()
                 self._settle()
             case _:
                 raise ValueError(action)
@@ -258,7 +258,7 @@ class World:
         self.clients[name].is_held = is_held
         request = self.scheduler.find(name)
         assert request is not None, f"{name} is not here"
-        request.is_held = is_held
+        request.is_paused = is_held
 
     def _note(self, events: list[TokenEvent]) -> None:
         """Clients hear of these, and released slots are scrubbed, as in `EngineCore`."""

@@ -193,11 +193,11 @@ def test_after_a_rest_the_states_of_tokens_that_are_still_held_are_left() -> Non
     engine.serve("older", list(range(1000, 1500)), 1)
     engine.serve("newer", SYSTEM, 1)
     assert tokens_of_states(engine) == [192, 492]
-    engine.scheduler.placement.rest()
+    engine.scheduler.placement.trim()
     assert (engine.slots.warm, tokens_of_states(engine)) == ({1: 200}, [192])
     assert [job for job in engine.slots.owed if isinstance(job, StateScrub)] == [StateScrub(0), StateScrub(4)]
     assert engine.serve("again", [*SYSTEM, 7], 1).num_cached_tokens == 200
-    engine.scheduler.placement.rest()
+    engine.scheduler.placement.trim()
     assert not any(isinstance(job, StateScrub) for job in engine.slots.owed)
 
 

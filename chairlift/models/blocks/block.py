@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from chairlift.cache.layout import Kept, Place, StateParams
+from chairlift.cache.states import StatePlace
 from chairlift.models.attention import Attend
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.recurrence import Recur
@@ -172,6 +173,14 @@ class Packer(Protocol):
         """The table of that key."""
         ...
 
+    def vector(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's elements in float32."""
+        ...
+
     def place(self, layer_idx: int) -> Place:
         """Locates the layer's keys and values in the cache."""
+        ...
+
+    def state_place(self, layer_idx: int) -> StatePlace:
+        """Locates the layer's state."""
         ...

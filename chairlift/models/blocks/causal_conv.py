@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+MOST_TAPS = 4
+"""The largest kernel of the native code."""
+
 
 class CausalConv(nn.Module):
     """The weights, in the shape that checkpoints give them."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import CausalConv, Taps
+from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.recurrence import add_up, sigmoid, silu, softplus
 
@@ -32,7 +32,6 @@ class GatedDeltaNetBlock:
 
     name: ClassVar[str] = "linear_attn"
     role: ClassVar[str] = "attention"
-    native: ClassVar[str | None] = None
 
     num_key_heads: int  # of queries as well; each serves as many value heads as the next one
     num_value_heads: int
@@ -50,6 +49,12 @@ class GatedDeltaNetBlock:
     def num_window(self) -> int:
         """Elements of the convolution's window, which come first in a state."""
         return (self.kernel_size - 1) * self.num_mixed
+
+    @property
+    def native(self) -> str | None:
+        """Names its structure in native code."""
+        fits = self.key_dim % 16 == self.value_dim % 16 == 0 and 2 <= self.kernel_size <= MOST_TAPS
+        return "gated_delta_net" if fits else None
 
     def make(
         self,
@@ -119,7 +124,25 @@ class GatedDeltaNet(BlockModule):
         return output
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("there is no native code for it")
+        block, taps, place = self.block, self.conv1d.taps(), packer.state_place(self.layer_idx)
+        return {
+            "in": packer.matrix(self.in_proj),
+            "gate": packer.matrix(self.gate_proj),
+            "out": packer.matrix(self.out_proj),
+            "taps": packer.vector(taps.weights),
+            "rates": packer.vector(-torch.exp(self.A_log.float())),
+            "dt_bias": packer.vector(self.dt_bias),
+            "norm": packer.norm(self.norm),
+            "num_key_heads": block.num_key_heads,
+            "num_value_heads": block.num_value_heads,
+            "key_dim": block.key_dim,
+            "value_dim": block.value_dim,
+            "num_taps": len(taps.weights),
+            "state_offset": place.offset,
+            "input_offset": place.input_offset,
+            "norm_eps": block.norm_eps,
+            "length_eps": _L2_EPS,
+        }
 
 
 def _step(

@@ -8,7 +8,7 @@ import torch
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import CausalConv
+from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv
 from chairlift.models.layers import Linear, RMSNorm
 
 
@@ -18,11 +18,16 @@ class GatedShortConvBlock:
 
     name: ClassVar[str] = "conv"
     role: ClassVar[str] = "attention"
-    native: ClassVar[str | None] = None
 
     num_features: int
     kernel_size: int
     has_bias: bool = False
+
+    @property
+    def native(self) -> str | None:
+        """Names its structure in native code."""
+        fits = self.num_features % 16 == 0 and 2 <= self.kernel_size <= MOST_TAPS and not self.has_bias
+        return "gated_short_conv" if fits else None
 
     def make(
         self,
@@ -60,7 +65,7 @@ class GatedShortConv(BlockModule):
 
     def __init__(self, block: GatedShortConvBlock, layer_idx: int, hidden_size: int) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
+        self.block, self.layer_idx = block, layer_idx
         self.in_proj = Linear(hidden_size, 3 * block.num_features, bias=block.has_bias)
         self.conv = CausalConv(block.num_features, block.kernel_size, bias=block.has_bias)
         self.out_proj = Linear(block.num_features, hidden_size, bias=block.has_bias)
@@ -74,4 +79,13 @@ class GatedShortConv(BlockModule):
         return output
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("there is no native code for it")
+        taps, place = self.conv.taps(), packer.state_place(self.layer_idx)
+        return {
+            "in": packer.matrix(self.in_proj),
+            "out": packer.matrix(self.out_proj),
+            "taps": packer.vector(taps.weights),
+            "num_features": self.block.num_features,
+            "num_taps": len(taps.weights),
+            "state_offset": place.offset,
+            "input_offset": place.input_offset,
+        }

@@ -16,7 +16,7 @@ from chairlift.models.cpu import structures
 from chairlift.models.cpu.build import CpuKernelsUnavailable
 from chairlift.models.cpu.library import load_library
 from chairlift.models.cpu.packing import LANES
-from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece
+from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece, States
 from chairlift.models.cpu.weights import NativeWeights
 from chairlift.models.decoder import Decoder
 
@@ -212,6 +212,12 @@ def _batch_of(batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBa
         groups=(CacheGroup * len(groups))(*groups),
     )
     arguments.sources = (batch, input_ids, cache, common_slots, common_lengths)
+    if (states := cache.states) is not None:
+        counts = [torch.tensor(each, dtype=torch.int32) for each in (states.num_replayed, states.num_tentative)]
+        live, pending = states.live, states.pending
+        strides = (live.stride(0), *pending.stride()[:2])
+        arguments.states = States(live.data_ptr(), pending.data_ptr(), *strides, *map(address_of, counts))
+        arguments.sources += (*counts,)
     return arguments
 
 

@@ -34,7 +34,30 @@ class DenseMLPBlock(ctypes.Structure):
     ]
 
 
-BLOCKS: dict[str, type[ctypes.Structure]] = {"attention": AttentionBlock, "dense_mlp": DenseMLPBlock}
+class GatedShortConvBlock(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("in", "out")),
+        ("taps", c_void_p),
+        *((name, c_int64) for name in ("num_features", "num_taps", "state_offset", "input_offset")),
+    ]
+
+
+class GatedDeltaNetBlock(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("in", "gate", "out")),
+        *((name, c_void_p) for name in ("taps", "rates", "dt_bias", "norm")),
+        *((name, c_int64) for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "num_taps")),
+        *((name, c_int64) for name in ("state_offset", "input_offset")),
+        *((name, c_double) for name in ("norm_eps", "length_eps")),
+    ]
+
+
+BLOCKS: dict[str, type[ctypes.Structure]] = {
+    "attention": AttentionBlock,
+    "dense_mlp": DenseMLPBlock,
+    "gated_short_conv": GatedShortConvBlock,
+    "gated_delta_net": GatedDeltaNetBlock,
+}
 """The kinds of blocks, as `Block.native` names them, in the order in which a sublayer has pointers to them."""
 
 
@@ -63,6 +86,14 @@ class CacheGroup(ctypes.Structure):
     ]
 
 
+class States(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("live", "pending")),
+        *((name, c_int64) for name in ("live_stride", "pending_slot_stride", "pending_token_stride")),
+        *((name, c_void_p) for name in ("num_replayed", "num_tentative")),
+    ]
+
+
 class Batch(ctypes.Structure):
     sources: tuple[object, ...] = ()  # own what it points to
     _fields_ = [
@@ -71,6 +102,7 @@ class Batch(ctypes.Structure):
         *((name, c_void_p) for name in ("common_slots", "common_lengths")),
         ("num_groups", c_int64),
         ("groups", POINTER(CacheGroup)),
+        ("states", States),
     ]
 
 
@@ -81,7 +113,8 @@ class Piece(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, Model, CacheGroup, Batch, Piece)
+_OF_A_BATCH: tuple[type[ctypes.Structure], ...] = (CacheGroup, States, Batch, Piece)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, Model, *_OF_A_BATCH)
 """All of them, in the order in which `chairlift_start` tells their sizes."""
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from chairlift.cache.layout import CacheLayout, Place
+from chairlift.cache.states import StatePlace
 from chairlift.config import Quantization
 from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.cpu import structures
@@ -38,7 +39,7 @@ class NativeWeights:
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
         config = model.config
-        self._places = CacheLayout.of(config.kept(config.dtype), config.num_layers).places
+        self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
         head = self._matrix(model.lm_head, is_head=True)
         self._rotations = {
             key: Rotation(self._keep(rope_table(*key, max_seq_len)), table.shape[-1])
@@ -85,8 +86,21 @@ class NativeWeights:
 
     def place(self, layer_idx: int) -> Place:
         """See `Packer`."""
-        place = self._places[layer_idx]
+        place = self._layout.places[layer_idx]
         assert place is not None, "a block asks where its keys and values are, and declared none"
+        return place
+
+    def vector(self, tensor: torch.Tensor) -> int:
+        """See `Packer`."""
+        address = self._keep(tensor.detach().float().contiguous())
+        assert address is not None, "a tensor has an address"
+        return address
+
+    def state_place(self, layer_idx: int) -> StatePlace:
+        """See `Packer`."""
+        assert self._layout.states is not None, "a block asks where its state is, and declared none"
+        place = self._layout.states.places[layer_idx]
+        assert place is not None, "likewise, for this layer"
         return place
 
     def _sublayer(self, packed: PackedSublayer) -> Sublayer:

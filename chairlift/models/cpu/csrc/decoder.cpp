@@ -97,8 +97,10 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 
 // 0 if this machine lets the library run. `sizes`: bytes of the structures, which must be those that Python passes.
 EXPORTED int chairlift_start(int64_t* sizes) {
-    const int64_t own[] = {sizeof(Matrix), sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(Sublayer),
-                           sizeof(Model),  sizeof(CacheGroup),     sizeof(Batch),         sizeof(Piece)};
+    const int64_t own[] = {
+        sizeof(Matrix),   sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(GatedShortConvBlock),
+        sizeof(GatedDeltaNetBlock), sizeof(Sublayer), sizeof(Model), sizeof(CacheGroup),
+        sizeof(States), sizeof(Batch), sizeof(Piece)};
     std::memcpy(sizes, own, sizeof own);
     return enable_tiles() ? 0 : 1;
 }

@@ -8,6 +8,8 @@
 
 #include "blocks/attention.h"
 #include "blocks/dense_mlp.h"
+#include "blocks/gated_delta_net.h"
+#include "blocks/gated_short_conv.h"
 
 template <class T, class W> struct Forward {
     const Piece& piece;
@@ -15,19 +17,25 @@ template <class T, class W> struct Forward {
     const Stream<T, W> stream;
     const Attention<T, W> attention;
     const DenseMlp<T, W> dense_mlp;
+    const StateRows state_rows;
+    const GatedShortConv<T, W> gated_short_conv;
+    const GatedDeltaNet<T, W> gated_delta_net;
     const int64_t num_counters;
     Counter* const counters;
 
     Forward(const Model& model, const Batch& batch, const Piece& p, Arena& arena, int num_threads)
         : piece(p), sublayers(model, p), stream(model, batch, p.residual, has_post_norms(), has_plain(), arena),
           attention(stream, sublayers, num_threads, arena), dense_mlp(stream, sublayers, arena),
-          num_counters(num_stages() * num_threads), counters(arena.allocate<Counter>(num_counters)) {}
+          state_rows(batch, has_states(), arena), gated_short_conv(stream, state_rows, sublayers, arena),
+          gated_delta_net(stream, state_rows, sublayers, num_threads, arena), num_counters(num_stages() * num_threads),
+          counters(arena.allocate<Counter>(num_counters)) {}
 
     // Called before the threads start.
     void prepare() const {
         std::memset((void*)counters, 0, sizeof(Counter) * num_counters);
         stream.prepare();
         attention.prepare();
+        if (has_states()) state_rows.prepare();
     }
 
     void run(Team team) const {
@@ -48,10 +56,20 @@ template <class T, class W> struct Forward {
     }
 
   private:
+    // Calls `use(code, block)` with each block of a sublayer, and the code of its kind.
+    template <class Use> void each_block(const Sublayer& sublayer, Use use) const {
+        if (sublayer.attention) use(attention, *sublayer.attention);
+        if (sublayer.dense_mlp) use(dense_mlp, *sublayer.dense_mlp);
+        if (sublayer.gated_short_conv) use(gated_short_conv, *sublayer.gated_short_conv);
+        if (sublayer.gated_delta_net) use(gated_delta_net, *sublayer.gated_delta_net);
+    }
+
     int64_t num_stages() const {
         int64_t sum = 2;  // the embedding and the end
-        for (const Sublayer& each : sublayers)
-            sum += 1 + (each.attention ? attention.STAGES : 0) + (each.dense_mlp ? dense_mlp.STAGES : 0);
+        for (const Sublayer& each : sublayers) {
+            sum++;
+            each_block(each, [&](const auto& code, const auto&) { sum += code.STAGES; });
+        }
         return sum;
     }
 
@@ -59,14 +77,19 @@ template <class T, class W> struct Forward {
         return sublayers.any([](const Sublayer& each) { return each.post_norm != nullptr; });
     }
 
+    bool has_states() const {
+        return sublayers.any([](const Sublayer& each) { return each.has_state(); });
+    }
+
     bool has_plain() const {
-        return sublayers.any([](const Sublayer& each) { return reads(each, true); });
+        return sublayers.any([&](const Sublayer& each) { return reads(each, true); });
     }
 
     // Whether products of it read rows that are not quantized although others are, or those others.
-    static bool reads(const Sublayer& sublayer, bool plain) {
-        return (sublayer.attention && Attention<T, W>::reads(*sublayer.attention, plain)) ||
-               (sublayer.dense_mlp && DenseMlp<T, W>::reads(*sublayer.dense_mlp, plain));
+    bool reads(const Sublayer& sublayer, bool plain) const {
+        bool is_read = false;
+        each_block(sublayer, [&](const auto& code, const auto& block) { is_read |= code.reads(block, plain); });
+        return is_read;
     }
 
     void run_sublayer(Team& team, const Sublayer& sublayer, const float* after) const {
@@ -74,17 +97,13 @@ template <class T, class W> struct Forward {
         team.share_rows(stream.num_tokens, [&](int64_t t) {
             if (after) stream.add_normalized(t, after);
             stream.enter(t, sublayer.pre_norm, is_rounded_read, is_plain_read);
-            if (sublayer.attention) attention.begin(*sublayer.attention, t);
-            if (sublayer.dense_mlp) dense_mlp.begin(*sublayer.dense_mlp, t);
+            each_block(sublayer, [&](const auto& code, const auto& block) { code.begin(block, t); });
         });
         team.wait();
         Target target = stream.first_target(sublayer.post_norm != nullptr);
-        const auto run = [&](const auto& code, const auto* block) {
-            if (!block) return;
-            code.run(team, *block, target);
+        each_block(sublayer, [&](const auto& code, const auto& block) {
+            code.run(team, block, target);
             target.is_sum = true;  // of the blocks that follow side by side
-        };
-        run(attention, sublayer.attention);
-        run(dense_mlp, sublayer.dense_mlp);
+        });
     }
 };

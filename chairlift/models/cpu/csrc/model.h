@@ -47,11 +47,39 @@ struct DenseMlpBlock {
     int64_t is_gelu;  // the activation: GELU (by tanh), or else SiLU
 };
 
+// Where a layer's state begins in the row of a slot, and its inputs among those of a tentative token.
+struct StatePlace {
+    int64_t state_offset, input_offset;
+};
+
+// A gated short convolution. Its state: the last inputs of the convolution [num_taps - 1][features].
+struct GatedShortConvBlock {
+    Matrix in, out;     // in: the gate before the convolution, the one after it, and what is convolved
+    const float* taps;  // [num_taps][features], the oldest token's first
+    int64_t num_features, num_taps;
+    StatePlace place;
+};
+
+// A Gated DeltaNet. Its state: the last inputs of the convolution [num_taps - 1][mixed], matrices [heads][key][value].
+struct GatedDeltaNetBlock {
+    Matrix in, gate, out;           // in: queries, keys and values, which are mixed, and output gates; gate: beta, decay
+    const float* taps;              // [num_taps][mixed], the oldest token's first
+    const float *rates, *dt_bias;   // [value heads]; rates: of decay, below 0
+    const float* norm;              // [value_dim], of each head's output
+    int64_t num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
+    StatePlace place;
+    double norm_eps, length_eps;    // length_eps: added to the squared lengths of queries and keys
+};
+
 // x + post_norm(block(pre_norm(x))), or with the sum of several blocks side by side. The others are null.
 struct Sublayer {
     const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
     const AttentionBlock* attention;
     const DenseMlpBlock* dense_mlp;
+    const GatedShortConvBlock* gated_short_conv;
+    const GatedDeltaNetBlock* gated_delta_net;
+
+    bool has_state() const { return gated_short_conv || gated_delta_net; }
 };
 
 struct Model {
@@ -71,6 +99,13 @@ struct CacheGroup {
     int64_t slot_stride, value_offset, plane_stride, token_stride;  // in elements
 };
 
+// The recurrent states of slots, and how far each row's has come: see cache/states.py. Null if no layer has one.
+struct States {
+    float *live, *pending;
+    int64_t live_stride, pending_slot_stride, pending_token_stride;  // in elements
+    const int32_t *num_replayed, *num_tentative;  // [num_rows]
+};
+
 struct Batch {
     int64_t num_rows, num_tokens;
     const int64_t* input_ids;
@@ -81,6 +116,7 @@ struct Batch {
     const int32_t* common_lengths;  // [num_rows]: how many tokens these are; the row's own slot holds them, too
     int64_t num_groups;
     const CacheGroup* groups;
+    States states;
 };
 
 // Some of a pass: its beginning, some neighbouring sublayers, its end.

@@ -1,0 +1,128 @@
+// What recurrent blocks share: how a row's state goes through its tokens.
+//
+//     inputs of a row    r r n n n t t      r: replayed, left in the cache by an earlier pass; n, t: of its new tokens
+//     taken into the slot's state: r r n n n. Those of the tentative ones, t, are left in the cache instead.
+//
+// A recurrence goes token by token in float32 in every pass, so that its results do not depend on how a sequence is
+// divided into passes. Blocks do it in two steps: the first convolves the inputs of all tokens, `Convolved`; the second
+// moves the matrices of heads.
+#pragma once
+
+#include "stream.h"
+
+// One row of a batch in one layer.
+struct RowState {
+    float* live;     // the layer's state in the row's slot
+    float* pending;  // the layer's inputs of the slot's tentative tokens, one after the other
+    int64_t pending_stride;
+    int64_t token;  // of the batch, the first of the row
+    int64_t first;  // of the row's inputs, among those of all rows
+    int64_t num_replayed, num_new, num_tentative;
+    bool is_fresh;  // begins from zeros
+
+    int64_t num_inputs() const { return num_replayed + num_new; }
+    int64_t num_stored() const { return num_inputs() - num_tentative; }
+};
+
+// The rows of a batch, for layers with states.
+struct StateRows {
+    const Batch& batch;
+    int64_t* firsts;  // [num_rows]: of each row's inputs, among those of all rows
+
+    StateRows(const Batch& b, bool has_states, Arena& arena)
+        : batch(b), firsts(arena.allocate<int64_t>(has_states ? b.num_rows : 0)) {}
+
+    // Called before the threads start, if there are states.
+    void prepare() const {
+        int64_t first = 0;
+        for (int64_t row = 0; row < batch.num_rows; row++) {
+            firsts[row] = first;
+            first += batch.states.num_replayed[row] + batch.row_offsets[row + 1] - batch.row_offsets[row];
+        }
+    }
+
+    // The inputs of all rows. A batch that is only measured has no states, and replays nothing.
+    int64_t num_inputs() const {
+        int64_t sum = batch.num_tokens;
+        if (batch.states.num_replayed)
+            for (int64_t row = 0; row < batch.num_rows; row++) sum += batch.states.num_replayed[row];
+        return sum;
+    }
+
+    RowState at(int64_t row, StatePlace place) const {
+        const States& states = batch.states;
+        const int64_t slot = batch.slots[row], start = batch.cache_lengths[row], token = batch.row_offsets[row];
+        return {states.live + slot * states.live_stride + place.state_offset,
+                states.pending + slot * states.pending_slot_stride + place.input_offset,
+                states.pending_token_stride,
+                token,
+                firsts[row],
+                states.num_replayed[row],
+                batch.row_offsets[row + 1] - token,
+                states.num_tentative[row],
+                start == states.num_replayed[row]};
+    }
+};
+
+constexpr int MOST_TAPS = 4;
+
+// A causal convolution of each feature. `taps` [num_taps][features]: the oldest token's first.
+struct Taps {
+    const float *weights, *bias;  // bias: [features], or null
+    int64_t num_taps, num_features;
+};
+
+// Convolves features [feature, feature + 16) of a row's inputs with the window that its state begins with, which then
+// is that after the stored inputs. `inputs`: of the row's new tokens. `use(i, x)` gets the result of input i.
+template <int TAPS, class Use>
+void convolve16(const Taps& taps, const RowState& row, const float* inputs, int64_t stride, int64_t feature, Use use) {
+    const int64_t kept = TAPS - 1;
+    f32x16 window[TAPS], weights[TAPS];
+    float* live = row.live + feature;
+    for (int k = 0; k < kept; k++) {
+        window[k] = row.is_fresh ? splat(0.0f) : load16(live + k * taps.num_features);
+        weights[k] = load16(taps.weights + k * taps.num_features + feature);
+    }
+    weights[kept] = load16(taps.weights + kept * taps.num_features + feature);
+    const f32x16 bias = taps.bias ? load16(taps.bias + feature) : splat(0.0f);
+    for (int64_t i = 0; i < row.num_inputs(); i++) {
+        const int64_t t = i - row.num_replayed;
+        const float* from = (t < 0 ? row.pending + i * row.pending_stride : inputs + t * stride) + feature;
+        window[kept] = load16(from);
+        f32x16 sum = bias;
+        for (int k = 0; k < TAPS; k++) sum = fma16(window[k], weights[k], sum);
+        for (int k = 0; k < kept; k++) window[k] = window[k + 1];
+        use(i, sum);
+        if (i + 1 == row.num_stored())
+            for (int k = 0; k < kept; k++) store16(live + k * taps.num_features, window[k]);
+    }
+    // After the last replayed input was read: what is left for the next pass.
+    for (int64_t i = 0; i < row.num_tentative; i++)
+        store16(row.pending + i * row.pending_stride + feature,
+                load16(inputs + (row.num_new - row.num_tentative + i) * stride + feature));
+}
+
+template <class Use>
+void convolve16(const Taps& taps, const RowState& row, const float* inputs, int64_t stride, int64_t feature, Use use) {
+    switch (taps.num_taps) {
+        case 2: return convolve16<2>(taps, row, inputs, stride, feature, use);
+        case 3: return convolve16<3>(taps, row, inputs, stride, feature, use);
+        default: return convolve16<4>(taps, row, inputs, stride, feature, use);
+    }
+}
+
+INLINE float first_lane(f32x16 x) {
+    float lanes[LANES];
+    store16(lanes, x);
+    return lanes[0];
+}
+
+INLINE f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp2_16(x * -LOG2_E)); }
+
+// log(1 + exp(x)), by the series of log(1 + u) = 2 atanh(u / (2 + u)) for u = exp(-|x|), to an error of 1e-7.
+INLINE f32x16 softplus16(f32x16 x) {
+    const f32x16 u = exp2_16(abs16(x) * -LOG2_E), s = u / (2.0f + u), squared = s * s;
+    f32x16 sum = splat(1.0f / 13);
+    for (int n = 11; n > 0; n -= 2) sum = fma16(sum, squared, splat(1.0f / float(n)));
+    return select(x > 0.0f, x, splat(0.0f)) + 2.0f * s * sum;
+}

@@ -62,9 +62,9 @@ class AttentionBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no output gates, no queries that grow, and no factors."""
+        """Names its structure in native code, which has no queries that grow, and no factors."""
         has_factors = self.growth is not None or self.input_scale != 1.0 or self.output_scale != 1.0
-        return None if self.has_output_gate or has_factors else "attention"
+        return None if has_factors else "attention"
 
     @property
     def table(self) -> RopeTable | None:
@@ -170,8 +170,12 @@ class SelfAttention(BlockModule):
             head_dim=self.head_dim,
             num_rotated=self.head_dim if rotation is None else rotation.num_rotated,
         )
+
+        def arrange_all(rows: torch.Tensor) -> torch.Tensor:
+            return arrange(part_gates(rows, self.num_heads, self.head_dim) if block.has_output_gate else rows)
+
         return {
-            "qkv": packer.matrix(self.qkv_proj, arrange, num_exact=self.num_kv_heads * self.head_dim),
+            "qkv": packer.matrix(self.qkv_proj, arrange_all, num_exact=self.num_kv_heads * self.head_dim),
             "out": packer.matrix(self.o_proj),
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
@@ -181,11 +185,20 @@ class SelfAttention(BlockModule):
             "head_dim": block.head_dim,
             "window": min(block.window or _ALL_KEYS, _ALL_KEYS),
             "are_heads_normed_as_one": block.qk_norm is QKNorm.ALL_HEADS,
+            "has_output_gate": block.has_output_gate,
             "group": place.group,
             "plane": place.plane,
             "scale": block.scale,
             "softcap": block.softcap or 0.0,
         }
+
+
+def part_gates(rows: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+    """`[n * head_dim, ...]`: queries that alternate with gates, keys, values -> queries, keys, gates, values."""
+    heads = torch.arange(len(rows)).view(-1, head_dim)
+    pairs, others = heads[: 2 * num_heads], heads[2 * num_heads :]
+    keys, values = others.chunk(2)
+    return rows[torch.cat((pairs[::2], keys, pairs[1::2], values)).flatten()]
 
 
 def arrange_heads(rows: torch.Tensor, *, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:

@@ -30,12 +30,13 @@ struct Matrix {
 
 // Attention: weights, and the shape that they have.
 struct AttentionBlock {
-    Matrix qkv, out;
+    Matrix qkv, out;  // qkv: heads of queries, of keys, of gates if there are any, of values
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
     const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t window;                   // keys that a query sees at most, its own included
     int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
+    int64_t has_output_gate;          // what a head attends to is multiplied by the sigmoid of a gate
     int64_t group, plane;             // where its keys and values are in the cache
     double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
 };

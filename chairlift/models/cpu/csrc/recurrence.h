@@ -116,13 +116,3 @@ INLINE float first_lane(f32x16 x) {
     store16(lanes, x);
     return lanes[0];
 }
-
-INLINE f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp2_16(x * -LOG2_E)); }
-
-// log(1 + exp(x)), by the series of log(1 + u) = 2 atanh(u / (2 + u)) for u = exp(-|x|), to an error of 1e-7.
-INLINE f32x16 softplus16(f32x16 x) {
-    const f32x16 u = exp2_16(abs16(x) * -LOG2_E), s = u / (2.0f + u), squared = s * s;
-    f32x16 sum = splat(1.0f / 13);
-    for (int n = 11; n > 0; n -= 2) sum = fma16(sum, squared, splat(1.0f / float(n)));
-    return select(x > 0.0f, x, splat(0.0f)) + 2.0f * s * sum;
-}

@@ -6,17 +6,22 @@
 #include "../stream.h"
 
 template <class T, class W> struct Attention {
-    static constexpr int64_t STAGES = 5;  // at most, as the counters of a Team are counted
+    static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
 
     const Stream<T, W>& stream;
     const AttentionMemory<T> memory;
     const InnerRows<T, W> attended;
+    float* const gates;  // of what the heads attend to, if there are any [T][width]
     float* const heads;  // if norms span all heads: queries, keys and values [T][columns]
 
     // With memory for each such block of a piece.
     Attention(const Stream<T, W>& s, const Sublayers& sublayers, int num_threads, Arena& arena)
         : stream(s), memory(sublayers, s.batch, num_threads, arena),
           attended(arena, s.num_tokens, sublayers.most(&Sublayer::attention, width_of)),
+          gates(arena.allocate<float>(s.num_tokens *
+                                      sublayers.most(&Sublayer::attention, [](const AttentionBlock& block) {
+                                          return block.has_output_gate ? width_of(block) : 0;
+                                      }))),
           heads(arena.allocate<float>(s.num_tokens *
                                       sublayers.most(&Sublayer::attention, [](const AttentionBlock& block) {
                                           return block.are_heads_normed_as_one ? block.qkv.columns : 0;
@@ -37,6 +42,7 @@ template <class T, class W> struct Attention {
         const AttentionScratch<T> own = memory.scratch_of(team.rank);
         team.share(attention.list.count, [&](int64_t i) { attention.attend(attention.list.tasks[i], own); });
         team.wait();
+        if (block.has_output_gate) gate(team, block, rows.written);
         stream.leave(team, block.out, rows, width_of(block), target);
     }
 
@@ -73,6 +79,17 @@ template <class T, class W> struct Attention {
         team.wait();
     }
 
+    // What the heads attend to, times the sigmoid of its gates.
+    void gate(Team& team, const AttentionBlock& block, const Rows<T>& written) const {
+        const int64_t width = width_of(block);
+        team.share_rows(stream.num_tokens, [&](int64_t t) {
+            T* to = written.values + t * written.stride;
+            for (int64_t k = 0; k < width; k += LANES)
+                store16(to + k, load16(to + k) * sigmoid16(load16(gates + t * width + k)));
+        });
+        team.wait();
+    }
+
     void normalize_heads(float* c, const float* weight, int64_t width) const {
         const float scale = inverse_rms(c, width, float(stream.model.eps));
         for (int64_t k = 0; k < width; k += LANES) store16(c + k, load16(c + k) * scale * load16(weight + k));
@@ -83,6 +100,7 @@ template <class T, class W> struct Attention {
                     int stride) const {
         const int64_t dim = block.head_dim, num_heads = block.num_heads, num_keys = block.num_kv_heads;
         const int64_t heads_per_kv_head = num_heads / num_keys;
+        const int64_t first_value = num_heads + num_keys + (block.has_output_gate ? num_heads : 0);
         const CacheGroup& group = stream.batch.groups[block.group];
         T* plane = static_cast<T*>(group.blocks) + block.plane * group.plane_stride;
         const float query_scale = float(block.scale * LOG2_E);  // scores are logarithms to base 2
@@ -96,8 +114,11 @@ template <class T, class W> struct Attention {
                 rotate(block, c, token.position, query_scale, to);
             } else if (head < num_heads + num_keys) {
                 rotate(block, c, token.position, 1.0f, slot + (head - num_heads) * dim);
+            } else if (head < first_value) {
+                float* to = gates + t * width_of(block) + (head - num_heads - num_keys) * dim;
+                std::memcpy(to, c, dim * sizeof(float));
             } else {
-                T* to = slot + group.value_offset + (head - num_heads - num_keys) * dim;
+                T* to = slot + group.value_offset + (head - first_value) * dim;
                 for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d));
             }
         }

@@ -98,6 +98,8 @@ template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
+INLINE f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp2_16(x * -LOG2_E)); }
+
 INLINE f32x16 silu16(f32x16 x) { return x / (1.0f + exp2_16(x * -LOG2_E)); }
 
 // x / 2 (1 + tanh u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016), which is x / (1 + exp(-2 u)).
@@ -105,6 +107,14 @@ INLINE f32x16 gelu16(f32x16 x) {
     constexpr float SQRT_2_OVER_PI = 0.797884561f;
     const f32x16 u = SQRT_2_OVER_PI * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp2_16(u * (-2 * LOG2_E)));
+}
+
+// log(1 + exp(x)), by the series of log(1 + u) = 2 atanh(u / (2 + u)) for u = exp(-|x|), to an error of 1e-7.
+INLINE f32x16 softplus16(f32x16 x) {
+    const f32x16 u = exp2_16(abs16(x) * -LOG2_E), s = u / (2.0f + u), squared = s * s;
+    f32x16 sum = splat(1.0f / 13);
+    for (int n = 11; n > 0; n -= 2) sum = fma16(sum, squared, splat(1.0f / float(n)));
+    return select(x > 0.0f, x, splat(0.0f)) + 2.0f * s * sum;
 }
 
 // cap tanh(x / cap), to an error of 1e-7 cap.

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from chairlift import LLM
-from chairlift.config import SpeculationMethod
+from chairlift.config import AttentionBackend, SpeculationMethod
 from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
 from tests.engine.support import END_TOKEN, GREEDY, VOCAB_SIZE, core_of, state_of, tokens_of
 from tests.engine.test_late_masks import Lateness
@@ -17,7 +18,7 @@ from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.engines import HOOKED, ahead, make_core
 
-SHAPES: dict[str, dict[str, Any]] = {
+_IN_TORCH: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -29,6 +30,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }
+_NATIVE: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **_IN_TORCH["qwen3_5_text"],
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": {**_IN_TORCH["lfm2"], "hidden_size": 64},
+}
+SHAPES = {AttentionBackend.TORCH: _IN_TORCH, AttentionBackend.CPU: _NATIVE}
+"""By backend: families, in shapes that it takes."""
+
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "eos_token_id": END_TOKEN,
@@ -63,17 +76,19 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[(family, backend) for backend in SHAPES for family in SHAPES[backend]])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a checkpoint."""
-    directory = tmp_path_factory.mktemp("recurrent")
-    make_checkpoint(directory, seed=3, model_type=request.param, **TINY, **SHAPES[request.param])
+    """The path of a checkpoint, in a folder with the name of the backend that runs it."""
+    family, backend = request.param
+    directory = tmp_path_factory.mktemp("recurrent") / backend
+    make_checkpoint(directory, seed=3, model_type=family, **{**TINY, **SHAPES[backend][family]})
     make_byte_tokenizer(directory)
     return str(directory)
 
 
 def make(model: str, num_ahead: int = 0, **config: Any) -> LLM:
-    return LLM.of(make_core(model, ahead(num_ahead) if num_ahead else HOOKED, **{**SETTINGS, **config}))
+    settings = {**SETTINGS, "attention_backend": Path(model).name, **config}
+    return LLM.of(make_core(model, ahead(num_ahead) if num_ahead else HOOKED, **settings))
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,17 @@ class Bench:
         return list(torch.split(logits, counts))
 
     @torch.inference_mode()
+    def guess(self, rows: Sequence[Row], num_guessed: int, num_wrong: int) -> list[torch.Tensor]:
+        """As `run`, with rows whose last `num_guessed` tokens are guesses, of which the last ones are wrong."""
+        counts = [len(row.token_ids) for row in rows]
+        inputs = self.cache.fetch([row.slot for row in rows], counts, num_tentative=[num_guessed] * len(rows))
+        logits = self._pass(rows, inputs[0].cache_lengths.tolist(), inputs)
+        self.cache.step(counts, inputs)
+        for row in rows:
+            self.cache.rewind(row.slot, num_wrong)
+        return list(torch.split(logits, counts))
+
+    @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """As many steps in one launch as rows have tokens, which is the same for all; each row decodes."""
         num_steps = len(rows[0].token_ids)

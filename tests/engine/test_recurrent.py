@@ -11,12 +11,13 @@ import torch
 
 from chairlift import LLM
 from chairlift.config import AttentionBackend, SpeculationMethod
+from chairlift.models import load_forward
 from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
 from tests.engine.support import END_TOKEN, GREEDY, VOCAB_SIZE, core_of, state_of, tokens_of
 from tests.engine.test_late_masks import Lateness
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
-from tests.support.engines import HOOKED, ahead, make_core
+from tests.support.engines import HOOKED, WrappedForward, ahead, make_core
 
 _IN_TORCH: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -29,6 +30,13 @@ _IN_TORCH: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "falcon_h1": {  # a layer keeps keys, values and a state
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
 }
 _NATIVE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -76,7 +84,16 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[(family, backend) for backend in SHAPES for family in SHAPES[backend]])
+MODELS = [
+    ("qwen3_5_text", AttentionBackend.TORCH),
+    ("falcon_h1", AttentionBackend.TORCH),
+    ("qwen3_5_text", AttentionBackend.CPU),
+    ("lfm2", AttentionBackend.CPU),
+    pytest.param(("lfm2", AttentionBackend.TORCH), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=" on ".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a checkpoint, in a folder with the name of the backend that runs it."""
     family, backend = request.param
@@ -118,9 +135,8 @@ def parts_of(outputs: list[RequestOutput]) -> list[Any]:
         {"num_ahead": 1, "max_steps_per_launch": 4},
         {"state_snapshot_bytes": 0},
         {"speculation": SpeculationMethod.NGRAM, "num_speculative_tokens": 5},
-        {"kv_cache_memory_bytes": 200_000, "max_seq_len": 256},  # prompts wait for memory, and rows are preempted
     ],
-    ids=["plain", "ahead", "no room for states", "guessing", "little memory"],
+    ids=["plain", "ahead", "no room for states", "guessing"],
 )
 def test_answers_are_those_of_an_engine_that_reuses_nothing(model: str, forgetful: LLM, config: dict[str, Any]) -> None:
     with make(model, **config) as llm:
@@ -194,24 +210,40 @@ def test_a_preempted_request_goes_on_with_its_state(model: str, forgetful: LLM) 
     assert [each.token_ids[each.num_prompt_tokens :] for each in (state, other)] == expected
 
 
-def test_all_rows_of_a_step_without_memory_end_and_the_next_ones_do_not(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make(model) as llm:
-        (expected,) = tokens_of(llm.generate([PROMPTS[0]], GREEDY))
-        forward = core_of(llm).executor.runner._forward
-        hidden, num_steps = forward.hidden, 0
+def test_rows_that_lose_their_slots_for_lack_of_memory_get_the_same_answers(model: str, forgetful: LLM) -> None:
+    layout = core_of(forgetful).cache.layout
+    assert layout.states is not None
+    snapshot_bytes = 2 * layout.states.row_bytes
+    memory = {
+        "kv_cache_memory_bytes": 256 * layout.token_bytes + 3 * layout.states.slot_bytes(8) + snapshot_bytes,
+        "state_snapshot_bytes": snapshot_bytes,
+        "max_seq_len": 192,
+    }
+    long, prompts = GREEDY.model_copy(update={"max_tokens": 90}), [SYSTEM[number : number + 50] for number in range(3)]
+    with make(model, **memory) as llm:
+        assert core_of(llm).config.cache_tokens == 256
+        assert tokens_of(llm.generate(prompts, long)) == tokens_of(forgetful.generate(prompts, long))
+        assert core_of(llm).read_stats().totals.num_preemptions > 0
+        core_of(llm).check()
 
-        def hidden_if_it_fits(*args: Any) -> torch.Tensor:
-            nonlocal num_steps
-            num_steps += 1
-            result = hidden(*args)
-            if num_steps == 6:
-                raise torch.OutOfMemoryError("out of memory")
-            return result
 
-        monkeypatch.setattr(forward, "hidden", hidden_if_it_fits)
-        outputs = llm.generate([[9, *PROMPTS[1]], [8, *PROMPTS[2]]], GREEDY)
-        assert all(output.outputs[0].error is not None for output in outputs)
-        assert tokens_of(llm.generate([PROMPTS[0]], GREEDY)) == [expected]
+class LimitedForward(WrappedForward):
+    """Has no memory for the sixth step, after it has moved all states."""
+
+    num_steps = 0
+
+    def hidden(self, *args: Any) -> torch.Tensor:
+        result = super().hidden(*args)
+        self.num_steps += 1
+        if self.num_steps == 6:
+            raise torch.OutOfMemoryError("out of memory")
+        return result
+
+
+def test_all_rows_of_a_step_without_memory_end_and_the_next_ones_do_not(model: str, forgetful: LLM) -> None:
+    parts = replace(HOOKED, load_forward=lambda *given: LimitedForward(load_forward(*given)))
+    with LLM.of(make_core(model, parts, **SETTINGS)) as llm:
+        outputs = llm.generate(PROMPTS[:2], GREEDY)
+        assert [output.outputs[0].error is not None for output in outputs] == [True, True]
+        assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == tokens_of(forgetful.generate(PROMPTS[:2], GREEDY))
         core_of(llm).check()

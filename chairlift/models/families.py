@@ -27,6 +27,7 @@ from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
 from chairlift.models.fields import (
     check_scales,
     check_sizes,
+    has_fused_mlps,
     read_activation,
     read_dtype,
     read_granite_inner_size,
@@ -177,7 +178,7 @@ FAMILIES = {
     "GraniteMoeHybridForCausalLM": Family(
         "GraniteMoeHybridConfig",
         {**_ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")},
-        {"intermediate_size": read_granite_inner_size, "is_fused": True},
+        {"intermediate_size": read_granite_inner_size, "is_fused": has_fused_mlps},
         _MULTIPLIERS,
         ropes=lambda config: (
             [config.rope_parameters if config.position_embedding_type == "rope" else None] * config.num_hidden_layers

@@ -96,6 +96,12 @@ def read_granite_inner_size(config: Any) -> int:
     return size
 
 
+def has_fused_mlps(config: Any) -> bool:
+    """Returns false for the config of a GGUF file, which has what safetensors stack as two tensors."""
+    is_fused: bool = getattr(config, "has_fused_mlps", True)
+    return is_fused
+
+
 def read_lfm2_inner_size(config: Any) -> int:
     """Computes the inner features of an LFM2's MLPs: two thirds of what is said, scaled, and rounded up."""
     size: int = config.intermediate_size

@@ -19,6 +19,7 @@ def read_gated_delta_net(config: Any) -> GatedDeltaNetBlock:
         value_dim=_size(config, "linear_value_head_dim"),
         kernel_size=_size(config, "linear_conv_kernel_dim", least=2),
         norm_eps=config.rms_norm_eps,
+        has_tiled_heads=getattr(config, "has_tiled_heads", False),
     )
 
 

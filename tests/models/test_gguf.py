@@ -204,7 +204,10 @@ def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_all(model: Any, valid:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported, only gemma2, gemma3, granite, ll"),
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported, only falcon-h1, gemma2, gemma3, granite, granitehybrid, lfm2, ll",
+        ),
         ({"llama.block_count": 3}, "it has 2 layers, and its metadata say 3"),
         ({"llama.block_count": 4_000_000_000}, "llama.block_count must be a number from 1 to 16777216, not 4000000000"),
         ({"llama.embedding_length": 32}, "has shape [96, 64]; the model needs [96, 32]"),

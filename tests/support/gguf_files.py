@@ -24,6 +24,8 @@ from gguf import (
 )
 from tokenizers import Tokenizer as BackendTokenizer
 
+from tests.support import gguf_recurrent
+
 Kind = GGMLQuantizationType
 Array = npt.NDArray[np.float32]
 
@@ -40,6 +42,7 @@ _ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
 }
 _REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
+_NO_PRODUCTS = ("ssm_a", "ssm_d", "ssm_norm", "conv1d", "shortconv.conv")  # which the converter keeps in F32
 _GEMMA = (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3)
 
 
@@ -67,23 +70,30 @@ def write_model(
     `kind`: the type of its matrices, or types by what is in their names, of which the first counts.
     """
     config = model.config
-    architecture = _ARCHITECTURES[config.model_type]
+    architecture = (_ARCHITECTURES | gguf_recurrent.ARCHITECTURES)[config.model_type]
+    is_recurrent = config.model_type in gguf_recurrent.ARCHITECTURES
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = new_writer(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
-    _add_sizes(writer, config, architecture)
-    _add_family(writer, config, architecture)
-    for name, factors in _rope_factors(config).items():
-        writer.add_tensor(name, np.array(factors, dtype=np.float32))
+    if is_recurrent:
+        gguf_recurrent.add_sizes(writer, config, architecture)
+    else:
+        _add_sizes(writer, config, architecture)
+        _add_family(writer, config, architecture)
+        for name, factors in _rope_factors(config).items():
+            writer.add_tensor(name, np.array(factors, dtype=np.float32))
     (tokenizer or (lambda each: each.add_token_list([f"t{i}" for i in range(config.vocab_size)])))(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert written is not None, name
-        data = _converted(name, weight.float().numpy(), config, architecture)
-        stored = _kind_of(name, kind) if data.ndim == 2 else Kind.F32
-        writer.add_tensor(written, _encoded(data, stored), raw_dtype=stored)
+        data = weight.float().numpy()
+        pairs = [(name, _converted(name, data, config, architecture))] if not is_recurrent else None
+        for named, part in pairs or gguf_recurrent.converted(name, data, config, architecture):
+            written = names.get_name(named, try_suffixes=(".weight", ".bias"))
+            assert written is not None, named
+            is_product = part.ndim == 2 and not any(each in written for each in _NO_PRODUCTS)
+            stored = _kind_of(name, kind) if is_product else Kind.F32
+            writer.add_tensor(written, _encoded(part, stored), raw_dtype=stored)
     finish(writer)
     return path
 

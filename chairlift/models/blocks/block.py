@@ -59,6 +59,7 @@ class Part:
     gguf: str  # llama.cpp's
     units: tuple[Units, ...] = ()  # one after the other; none: the weight is neither stacked nor cut
     rotated_head_dim: int | None = None  # of heads that are rotated, whose rows some GGUF files have in another order
+    from_gguf: Arrange | None = None  # llama.cpp's tensor -> Hugging Face's; None: they are the same
 
     @property
     def length(self) -> int:

@@ -46,3 +46,18 @@ class Taps:
             convolved = convolved + each
         window.copy_(torch.cat((window[:, 1:], x.unsqueeze(1)), dim=1))
         return convolved if self.bias is None else convolved + self.bias
+
+
+def unsqueeze_kernels(kernels: torch.Tensor) -> torch.Tensor:
+    """`[features, kernel_size] -> [features, 1, kernel_size]`, as Hugging Face has them; biases stay as they are."""
+    return kernels.unsqueeze(1) if kernels.dim() > 1 else kernels
+
+
+def log_of_rates(rates: torch.Tensor) -> torch.Tensor:
+    """Turns rates of decay below 0, as llama.cpp has them, `[heads]` or `[heads, 1]`, into the `A_log` they are of.
+
+    ValueError if one is not below 0.
+    """
+    if not rates.is_meta and not bool((rates < 0).all()):
+        raise ValueError("rates of decay must be below 0")
+    return torch.log(-rates.float()).flatten()

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps
+from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps, log_of_rates, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.recurrence import add_up, sigmoid, silu, softplus
 
@@ -39,6 +39,7 @@ class GatedDeltaNetBlock:
     value_dim: int
     kernel_size: int
     norm_eps: float
+    has_tiled_heads: bool = False  # value heads take the key heads in turns, instead of neighbours the same one
 
     @property
     def num_mixed(self) -> int:
@@ -72,8 +73,8 @@ class GatedDeltaNetBlock:
         return (
             Weight("in_proj", projected, rows),
             Weight("gate_proj", gating, rows),
-            Weight("conv1d", (Part("conv1d", "ssm_conv1d", mixed),), rows),
-            Weight.parameter(Part("A_log", "ssm_a", gates), rows),
+            Weight("conv1d", (Part("conv1d", "ssm_conv1d", mixed, from_gguf=unsqueeze_kernels),), rows),
+            Weight.parameter(Part("A_log", "ssm_a", gates, from_gguf=log_of_rates), rows),
             Weight.parameter(Part("dt_bias", "ssm_dt.bias", gates), rows),
             Weight.whole("norm", "norm", "ssm_norm"),
             Weight("out_proj", (Part("out_proj", "ssm_out", (values,)),), Cut.COLUMNS),
@@ -158,9 +159,7 @@ def _step(
     mixed, beta, decay = torch.split(inputs, [block.num_mixed, block.num_value_heads, block.num_value_heads], dim=1)
     convolved = silu(taps.advance(state, mixed))
     query, key = (
-        _normalise(each.reshape(len(each), -1, block.key_dim)).repeat_interleave(
-            block.num_value_heads // block.num_key_heads, dim=1
-        )
+        _spread(block, _normalise(each.reshape(len(each), -1, block.key_dim)))
         for each in convolved[:, : 2 * num_keys].chunk(2, dim=1)
     )  # [n, Hv, Dk]
     value = convolved[:, 2 * num_keys :].view(len(inputs), -1, block.value_dim)  # [n, Hv, Dv]
@@ -170,6 +169,12 @@ def _step(
     matrix += key.unsqueeze(-1) * correction.unsqueeze(2)
     scaled = query * block.key_dim**-0.5
     return add_up(matrix * scaled.unsqueeze(-1), 2).flatten(1)
+
+
+def _spread(block: GatedDeltaNetBlock, heads: torch.Tensor) -> torch.Tensor:
+    """`[n, Hk, D] -> [n, Hv, D]`: the key head of each value head."""
+    num_served = block.num_value_heads // block.num_key_heads
+    return heads.repeat(1, num_served, 1) if block.has_tiled_heads else heads.repeat_interleave(num_served, dim=1)
 
 
 def _normalise(heads: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv
+from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm
 
 
@@ -41,7 +41,7 @@ class GatedShortConvBlock:
         features = Units(self.num_features)
         return (
             Weight("in_proj", (Part("in_proj", "shortconv.in_proj", (features,) * 3),), Cut.ROWS),
-            Weight("conv", (Part("conv", "shortconv.conv", (features,)),), Cut.ROWS),
+            Weight("conv", (Part("conv", "shortconv.conv", (features,), from_gguf=unsqueeze_kernels),), Cut.ROWS),
             Weight("out_proj", (Part("out_proj", "shortconv.out_proj", (features,)),), Cut.COLUMNS),
         )
 

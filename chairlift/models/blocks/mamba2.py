@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import CausalConv, Taps
+from chairlift.models.blocks.causal_conv import CausalConv, Taps, log_of_rates, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.recurrence import add_up, silu, softplus
 
@@ -88,11 +88,11 @@ class Mamba2Block:
         heads, mixed, rows = Units(self.num_heads), (features, shared, shared), Cut.ROWS
         return (
             Weight("in_proj", (Part("in_proj", "ssm_in", (features, *mixed, heads)),), rows),
-            Weight("conv1d", (Part("conv1d", "ssm_conv1d", mixed),), rows),
-            Weight.parameter(Part("A_log", "ssm_a", (heads,)), rows),
-            Weight.parameter(Part("D", "ssm_d", (heads,)), rows),
+            Weight("conv1d", (Part("conv1d", "ssm_conv1d", mixed, from_gguf=unsqueeze_kernels),), rows),
+            Weight.parameter(Part("A_log", "ssm_a", (heads,), from_gguf=log_of_rates), rows),
+            Weight.parameter(Part("D", "ssm_d", (heads,), from_gguf=torch.flatten), rows),
             Weight.parameter(Part("dt_bias", "ssm_dt.bias", (heads,)), rows),
-            Weight("norm", (Part("norm", "ssm_norm", (features,)),), rows),
+            Weight("norm", (Part("norm", "ssm_norm", (features,), from_gguf=torch.flatten),), rows),
             Weight("out_proj", (Part("out_proj", "ssm_out", (features,)),), Cut.COLUMNS),
         )
 

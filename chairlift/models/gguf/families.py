@@ -4,9 +4,8 @@ The names are llama.cpp's (https://github.com/ggml-org/ggml/blob/master/docs/ggu
 weights is undone: the other order of rows of queries and keys, and the 1 added to norms.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+import re
 from functools import partial
 from typing import Any
 
@@ -14,27 +13,30 @@ import numpy as np
 import torch
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.config import LAYER_TYPES, ModelConfig
+from chairlift.models.blocks import Part
+from chairlift.models.config import ModelConfig
 from chairlift.models.families import FAMILIES
+from chairlift.models.gguf.architectures import ARCHITECTURES, Architecture
 from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
-from chairlift.models.gguf.header import GGUFFile
+from chairlift.models.gguf.fields import Config, Fields
+from chairlift.models.gguf.header import GGUFFile, TensorInfo
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor, fill
 
-_MAX_SIZE = 2**24  # limit of every size of a model
-_FULL, _SLIDING = sorted(LAYER_TYPES)
+logger = logging.getLogger(__name__)
 
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 """Sizes that every file has, and their names in a config."""
 
-_HARMLESS = {"rope.scaling.finetuned", "attention.causal", "tensor_data_layout"}
+_BY_LAYER = ("key_value_heads_by_layer", "inner_features_by_layer")  # no fields of a config, but a help to find some
 
+_OF_A_LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
+_NORM_OF_RECURRENCE = "linear_attn.norm.weight"  # which multiplies by its weight where others add 1
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
 
 # Ends of turns and of texts, which llama.cpp also recognizes where a file names only one end.
@@ -53,128 +55,21 @@ _SAMPLING = {
 _CONTROL = 3  # the type of a special token
 
 
-class _Fields:
-    """A file's metadata, and which of it was read: a number that was not read must not matter."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._prefix = f"{architecture}."
-        self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A size or count. CheckpointError if it is none, or missing without a default."""
-        value = self.any(name, default)
-        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {shown(value)}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Above 0. CheckpointError as above."""
-        value = self.any(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._prefix}{name} must be a positive number, not {shown(value)}")
-        return float(value)
-
-    def has(self, name: str) -> bool:
-        """Returns true if it is present, and not zero."""
-        return _is_set(self._left.get(f"{self._prefix}{name}"))
-
-    def text(self, name: str, default: str) -> str:
-        value = self.any(name, default)
-        if not isinstance(value, str):
-            raise CheckpointError(f"{self._prefix}{name} must be a text, not {shown(value)}")
-        return value
-
-    def refuse_leftover(self) -> None:
-        """CheckpointError for a number that is set but was never read."""
-        for name, value in self._left.items():
-            if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
-                raise CheckpointError(f"its {named(name)} ({shown(value)}) is not supported")
-
-    def any(self, name: str, default: Any) -> Any:
-        value = self._left.pop(f"{self._prefix}{name}", default)
-        if value is None:
-            raise CheckpointError(f"it lacks {self._prefix}{name}")
-        return value
-
-
-_Config = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """Says how the files of an architecture differ."""
-
-    family: str | Callable[[_Fields], str]
-    is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
-    numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
-    extend: Callable[[_Config, _Fields], _Config] = lambda config, _: config
-
-
-def _extend_gemma3(config: _Config, fields: _Fields) -> _Config:
-    config = _extend_gemma(config, fields, period=6, large=62)
-    near = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
-    return {**config, "rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: near}}
-
-
-def _extend_gemma(config: _Config, fields: _Fields, period: int, large: int) -> _Config:
-    """`large`: the number of layers of models whose scores are scaled differently; llama.cpp tests it, too."""
-    pattern, num_layers = fields.any("attention.sliding_window_pattern", period), config["num_hidden_layers"]
-    if type(pattern) is int and pattern > 0:
-        pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    if not isinstance(pattern, list | np.ndarray) or len(pattern) != num_layers:
-        raise CheckpointError(f"its sliding_window_pattern does not cover {num_layers} layers")
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        **config,
-        "query_pre_attn_scalar": width if num_layers == large else config["head_dim"],
-        "layer_types": [_SLIDING if has_window else _FULL for has_window in pattern],
-    }
-
-
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-_GRANITE = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_LOGITS_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", **_LOGITS_CAP}
-_ARCHITECTURES = {
-    "llama": _Architecture(
-        lambda fields: f"{'Mistral' if fields.has('attention.sliding_window') else 'Llama'}ForCausalLM",
-        is_interleaved=True,
-        numbers=_WINDOW,
-    ),
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "smollm3": _Architecture("SmolLM3ForCausalLM", is_interleaved=True),
-    "granite": _Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
-    "phi3": _Architecture("Phi3ForCausalLM", numbers=_WINDOW),
-    "olmo2": _Architecture("Olmo2ForCausalLM"),
-    "gemma2": _Architecture(
-        "Gemma2ForCausalLM", numbers={**_WINDOW, **_CAPS}, extend=partial(_extend_gemma, period=2, large=46)
-    ),
-    "gemma3": _Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=_extend_gemma3),
-}
-"""By `general.architecture`."""
-
-
-def describe_gguf(file: GGUFFile) -> _Config:
+def describe_gguf(file: GGUFFile) -> Config:
     """The file's metadata as a config.json would have them. CheckpointError for what is not supported or at odds."""
     name, architecture = _architecture_of(file)
     for tensor, info in file.tensors.items():
         if info.kind not in READABLE or (info.kind not in PLAIN and len(info.shape) != 2):
             readable = ", ".join(kind.name for kind in READABLE)
             raise CheckpointError(f"tensor {named(tensor)} is {info.kind.name}, and only {readable} can be read")
-    fields = _Fields(file, name)
+    fields = Fields(file, name)
     config = {
         "architectures": [architecture.family if isinstance(architecture.family, str) else architecture.family(fields)],
         "dtype": _dtype(file),
         "vocab_size": _vocabulary_size(file, fields),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "attention_bias": fields.has_tensor("attn_q.bias"),
+        "mlp_bias": fields.has_tensor("ffn_up.bias"),
         **_sizes(file, fields),
     }
     rope = config["rope_parameters"] = _rope(file, fields, config)
@@ -184,6 +79,8 @@ def describe_gguf(file: GGUFFile) -> _Config:
     if "sliding_window" in config:
         config["sliding_window"] = int(config["sliding_window"])
     config = architecture.extend(config, fields)
+    for name in _BY_LAYER:
+        del config[name]
     fields.refuse_leftover()
     return config
 
@@ -205,11 +102,11 @@ def sampling_of(file: GGUFFile) -> dict[str, Any]:
     return {name: round(value, 6) for name, value in given.items() if isinstance(value, int | float)}
 
 
-def _architecture_of(file: GGUFFile) -> tuple[str, _Architecture]:
+def _architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
-        raise CheckpointError(f"architecture {shown(name)} is not supported, only {', '.join(sorted(_ARCHITECTURES))}")
-    return name, _ARCHITECTURES[name]
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(f"architecture {shown(name)} is not supported, only {', '.join(sorted(ARCHITECTURES))}")
+    return name, ARCHITECTURES[name]
 
 
 def _dtype(file: GGUFFile) -> str:
@@ -220,7 +117,7 @@ def _dtype(file: GGUFFile) -> str:
     return "float16" if Kind.F16 in kinds else "float32"
 
 
-def _vocabulary_size(file: GGUFFile, fields: _Fields) -> int:
+def _vocabulary_size(file: GGUFFile, fields: Fields) -> int:
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError("it lacks tensor token_embd.weight")
     size, tokens = file.tensors["token_embd.weight"].shape[0], file.metadata.get("tokenizer.ggml.tokens")
@@ -230,32 +127,42 @@ def _vocabulary_size(file: GGUFFile, fields: _Fields) -> int:
     return size
 
 
-def _sizes(file: GGUFFile, fields: _Fields) -> _Config:
-    sizes: _Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
+def _sizes(file: GGUFFile, fields: Fields) -> Config:
+    sizes: Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
     num_heads = sizes["num_attention_heads"]
     head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
     if fields.size("attention.value_length", head_dim) != head_dim:
         raise CheckpointError("its values have heads of another size than its keys, which is not supported")
     if head_dim % 2:
         raise CheckpointError(f"its heads have {head_dim} elements, which is no even number")
+    num_layers = sizes["num_hidden_layers"]
     num_found = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
-    if sizes["num_hidden_layers"] != num_found:
-        raise CheckpointError(f"it has {num_found} layers, and its metadata say {sizes['num_hidden_layers']}")
+    if num_layers != num_found:
+        raise CheckpointError(f"it has {num_found} layers, and its metadata say {num_layers}")
+    num_guessing = fields.any("nextn_predict_layers", 0)
+    if type(num_guessing) is not int or not 0 <= num_guessing < num_layers:
+        raise CheckpointError(f"of its {num_layers} layers {shown(num_guessing)} cannot guess further tokens")
+    sizes["num_hidden_layers"] -= num_guessing
+    kv_heads = fields.counts("attention.head_count_kv", num_layers, num_heads)
+    inner = fields.counts("feed_forward_length", num_layers)
     return {
         **sizes,
-        "num_key_value_heads": fields.size("attention.head_count_kv", num_heads),
+        "intermediate_size": max(inner),
+        "num_key_value_heads": max(kv_heads),
+        "key_value_heads_by_layer": kv_heads,
+        "inner_features_by_layer": inner,
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
     }
 
 
-def _rope(file: GGUFFile, fields: _Fields, config: _Config) -> _Config:
+def _rope(file: GGUFFile, fields: Fields, config: Config) -> Config:
     """`rope_parameters`, with the factors in tensors."""
     head_dim, num_rotated = config["head_dim"], fields.size("rope.dimension_count", config["head_dim"])
     is_partly_rotated = FAMILIES[config["architectures"][0]].is_partly_rotated
     if num_rotated > head_dim or num_rotated % 2 or (num_rotated < head_dim and not is_partly_rotated):
         raise CheckpointError(f"rope over {num_rotated} of {head_dim} elements of a head is not supported")
-    rope: _Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10_000.0)}
+    rope: Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10_000.0)}
     if num_rotated < head_dim:
         rope["partial_rotary_factor"] = num_rotated / head_dim
     kind, factor = fields.text("rope.scaling.type", "none"), fields.number("rope.scaling.factor", 1.0)
@@ -293,19 +200,24 @@ class GGUFWeights:
         """`config`: built from the result of `describe_gguf`."""
         self._architecture = _architecture_of(file)[1]
         self._config = config
-        parts = [part for weight in config.weights() for part in weight.parts]
-        self._names = {part.gguf: part.name for part in parts}
-        self._rotated = {part.name: part.rotated_head_dim for part in parts if part.rotated_head_dim is not None}
-        self._infos = {self._name_of(name): info for name, info in file.tensors.items() if name not in _ROPE_TENSORS}
-        self.tensors = {name: StoredTensor(info.shape, format_of(info.kind)) for name, info in self._infos.items()}
+        weights = config.weights()
+        parts = [part for weight in weights for part in weight.parts]
+        self._parameters = {part.name for weight in weights if weight.is_parameter for part in weight.parts}
+        self._names = {self._spell(part.gguf): part.name for part in parts}
+        self._parts = {part.name: part for part in parts}
+        self._infos = {self._name_of(name): info for name, info in file.tensors.items() if not self._is_skipped(name)}
+        self.tensors = {name: self._stored(name, info) for name, info in self._infos.items()}
+        if num_skipped := sum(name not in _ROPE_TENSORS for name in file.tensors) - len(self._infos):
+            logger.info("%d tensors are left out: they are of layers that guess further tokens", num_skipped)
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        tensor = read_tensor(self._infos[name])
-        head_dim = self._rotated.get(name.rpartition(".")[0])
-        if self._architecture.is_interleaved and head_dim is not None:
-            split = partial(_split_halves, head_dim=head_dim)
+        tensor, part = read_tensor(self._infos[name]), self._part_of(name)
+        if part is not None and part.from_gguf is not None:
+            return part.from_gguf(tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor)
+        if part is not None and part.rotated_head_dim is not None and self._architecture.is_interleaved:
+            split = partial(_split_halves, head_dim=part.rotated_head_dim)
             return tensor.map_rows(split) if isinstance(tensor, GroupedWeight) else split(tensor)
-        if self._config.has_offset_norms and name.endswith("norm.weight"):
+        if self._config.has_offset_norms and name.endswith("norm.weight") and not name.endswith(_NORM_OF_RECURRENCE):
             assert isinstance(tensor, torch.Tensor), "vectors are plain"
             return tensor.float() - 1  # stored as what they multiply by
         return tensor
@@ -314,17 +226,34 @@ class GGUFWeights:
         """See `WeightReader`."""
         fill(name, place, self.read(name))
 
+    def _stored(self, name: str, info: TensorInfo) -> StoredTensor:
+        """Describes what `read` returns."""
+        part = self._part_of(name)
+        if part is None or part.from_gguf is None:
+            return StoredTensor(info.shape, format_of(info.kind))
+        return StoredTensor(tuple(part.from_gguf(torch.empty(info.shape, device="meta")).shape))
+
+    def _part_of(self, name: str) -> Part | None:
+        return self._parts.get(name) or self._parts.get(name.rpartition(".")[0])
+
     def _name_of(self, name: str) -> str:
         """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`; what is not known stays as it is."""
+        if (whole := self._names.get(name)) is not None:  # a parameter, or a norm of a Falcon-H1, which lacks a suffix
+            return whole if whole in self._parameters else f"{whole}.weight"
         part, _, suffix = name.rpartition(".")
         return f"{self._names[part]}.{suffix}" if part in self._names else name
+
+    def _spell(self, name: str) -> str:
+        """`blk.7.ffn_norm` or `output_norm`, as files of this architecture have it."""
+        prefix, dot, last = name.rpartition(".")
+        return f"{prefix}{dot}{self._architecture.spellings.get(last, last)}"
+
+    def _is_skipped(self, name: str) -> bool:
+        layer = _OF_A_LAYER.match(name)
+        return name in _ROPE_TENSORS or (layer is not None and int(layer[1]) >= self._config.num_layers)
 
 
 def _split_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """In each head first the rows that were even, then those that were odd."""
     pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _is_set(value: object) -> bool:
-    return bool(value.any() if isinstance(value, np.ndarray) else value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift import LLM
 from chairlift.config import AttentionBackend, DType
 from chairlift.models import InvariantForward, PiecewiseForward, find_obstacle, load_model, open_checkpoint
 from chairlift.models.attention import Forward
@@ -16,7 +17,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from tests.models.support import edit, read_config, refusal, write_config
-from tests.parity.test_families import assert_near, reference_logits
+from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
 from tests.support.gguf_files import write_model
@@ -157,6 +158,17 @@ def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path
     (tokens,) = random_prompts(4, [150])
     steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 140, 148, 149])
     assert_near(logits_of(bench(path), steps), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str) -> None:
+    path, reference = checkpoint(directory, family)
+    first, second, third, shared = random_prompts(6, [3, 40, 17, 90])
+    prompts = [first, shared + second, shared + third]
+    engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "max_steps_per_launch": 3}
+    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **engine) as llm:
+        assert_greedy_answers(reference, llm, prompts, 64)
+        assert_greedy_answers(reference, llm, prompts[1:], 64)  # each prompt is known by now
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])

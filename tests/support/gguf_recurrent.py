@@ -30,6 +30,8 @@ def add_sizes(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> None
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(_eps(config))
+    if architecture is MODEL_ARCH.NEMOTRON_H:
+        writer.add_layer_norm_eps(_eps(config))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     num_kv_heads = config.num_key_value_heads

@@ -18,6 +18,7 @@ from chairlift.models.gguf.recurrent import (
 )
 
 _FULL, _SLIDING = sorted(LAYER_TYPES)
+_EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Architecture:
 
     family: str | Callable[[Fields], str]
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
+    epsilons: tuple[str, ...] = (_EPSILON,)  # of norms: one of them at least, and the first counts
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     extend: Callable[[Config, Fields], Config] = lambda config, _: config
     spellings: dict[str, str] = field(default_factory=dict)  # last parts of tensors' names: usual, and its own
@@ -78,7 +80,12 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture("Qwen3_5ForCausalLM", extend=extend_qwen35, spellings={"ffn_norm": "post_attention_norm"}),
     "lfm2": Architecture("Lfm2ForCausalLM", extend=extend_lfm2, spellings={"output_norm": "token_embd_norm"}),
-    "nemotron_h": Architecture("NemotronHForCausalLM", extend=extend_nemotron_h, spellings={"ffn_norm": "attn_norm"}),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        epsilons=(_EPSILON, "attention.layer_norm_epsilon"),
+        extend=extend_nemotron_h,
+        spellings={"ffn_norm": "attn_norm"},
+    ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_hybrid
     ),

@@ -6,6 +6,7 @@ weights is undone: the other order of rows of queries and keys, and the 1 added 
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ def describe_gguf(file: GGUFFile) -> Config:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": fields.has_tensor("attn_q.bias"),
         "mlp_bias": fields.has_tensor("ffn_up.bias"),
-        **_sizes(file, fields),
+        **_sizes(file, fields, architecture.epsilons),
     }
     rope = config["rope_parameters"] = _rope(file, fields, config)
     if original := rope.get("original_max_position_embeddings"):
@@ -127,7 +128,7 @@ def _vocabulary_size(file: GGUFFile, fields: Fields) -> int:
     return size
 
 
-def _sizes(file: GGUFFile, fields: Fields) -> Config:
+def _sizes(file: GGUFFile, fields: Fields, epsilons: Sequence[str]) -> Config:
     sizes: Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
     num_heads = sizes["num_attention_heads"]
     head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
@@ -143,6 +144,7 @@ def _sizes(file: GGUFFile, fields: Fields) -> Config:
     if type(num_guessing) is not int or not 0 <= num_guessing < num_layers:
         raise CheckpointError(f"of its {num_layers} layers {shown(num_guessing)} cannot guess further tokens")
     sizes["num_hidden_layers"] -= num_guessing
+    given = [fields.number(name) for name in epsilons if fields.has(name)]
     kv_heads = fields.counts("attention.head_count_kv", num_layers, num_heads)
     inner = fields.counts("feed_forward_length", num_layers)
     return {
@@ -152,7 +154,7 @@ def _sizes(file: GGUFFile, fields: Fields) -> Config:
         "key_value_heads_by_layer": kv_heads,
         "inner_features_by_layer": inner,
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": (given or [fields.number(epsilons[0])])[0],
     }
 
 

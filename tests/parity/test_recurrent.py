@@ -2,12 +2,15 @@
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from chairlift import LLM
 from chairlift.config import AttentionBackend, DType
@@ -16,6 +19,7 @@ from chairlift.models.attention import Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
+from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
@@ -179,6 +183,42 @@ def test_logits_do_not_depend_on_the_chunks_of_a_prompt(directory: Path, family:
     ours = bench(path)
     chunks = [ours.run([Row(2, tokens[start : start + size])])[0] for start in range(0, len(tokens), size)]
     assert_near(torch.cat(chunks), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2, biases", "nemotron_h", "granitemoehybrid, rope"])
+def test_two_ranks_give_the_logits_of_one(directory: Path, family: str) -> None:
+    opened = open_checkpoint(str(checkpoint(directory, family)[0]))
+    assert find_split_obstacle(opened, 2) is None
+    (tokens,) = random_prompts(4, [40])
+    steps = steps_around(random.Random(6), 4, tokens, [1, 17, 39])
+    store = HashStore()
+
+    def run(rank: int) -> torch.Tensor:
+        part = CheckpointPart.of(opened, Group(rank, 2, store, torch.device("cpu"), timedelta(seconds=60)))
+        model = load_model(part, DType.FLOAT32, "cpu", SLOT_LEN)
+        part.connect(model)
+        forward = PiecewiseForward(model, TorchBackend(model.config.attention))
+        return logits_of(Bench(model.config, model.dtype, forward), steps)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, range(2))
+    assert torch.equal(first, second)
+    assert_near(first, logits_of(bench(checkpoint(directory, family)[0]), steps))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "reason"),
+    [
+        ("qwen3_5_text", 4, "the 2 key heads of its Gated DeltaNets cannot be divided by that"),
+        ("lfm2", 3, "the 64 features of its convolutions cannot be divided by that"),
+        ("granitemoehybrid", 2, "the 1 groups of its Mamba layers cannot be divided by that"),
+    ],
+)
+def test_recurrent_blocks_that_cannot_be_divided_say_so(
+    directory: Path, family: str, num_ranks: int, reason: str
+) -> None:
+    opened = open_checkpoint(str(checkpoint(directory, family)[0]))
+    assert find_split_obstacle(opened, num_ranks) == reason
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])

@@ -144,8 +144,9 @@ def test_a_file_that_ends_early_is_refused_although_it_is_read_late(tmp_path: Pa
     make_checkpoint(tmp_path, **HEADS)
     path = tmp_path / "model.safetensors"
     model = load_model(open_checkpoint(str(tmp_path)), DType.BFLOAT16, "cpu", 64, reads_late=True)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
         CpuDecoder(model, 64)
 
 

@@ -18,6 +18,8 @@ class DeclaredFamily(StrEnum):
     GRANITE = "granite"
     PHI4_MINI = "phi4_mini_json"
     OLMO3 = "olmo3"
+    LFM2 = "lfm2"
+    NEMOTRON = "nemotron_json"
     GLM45 = "glm45"
     KIMI_K2 = "kimi_k2"
     DEEPSEEK_V3 = "deepseek_v3"
@@ -32,6 +34,9 @@ _SIGNS = (  # the first that occurs in a template
     (f"(?s){_DEEPSEEK_MARK}.*```json|```json.*{_DEEPSEEK_MARK}", DeclaredFamily.DEEPSEEK_V3),
     (_DEEPSEEK_MARK, DeclaredFamily.DEEPSEEK_V31),
     (r"<function_calls>", DeclaredFamily.OLMO3),
+    (r"<TOOLCALL>", DeclaredFamily.NEMOTRON),
+    # Not every LFM2 shows a call, but all tell their tools like this, in a system message of ChatML.
+    (r"(?s)<\|tool_call_start\|>|<\|tool_list_start\|>|List of tools: \[.*<\|im_start\|>", DeclaredFamily.LFM2),
     (r"<\|/tool\|>", DeclaredFamily.PHI4_MINI),
     # Granite 4 closes its calls, and writes them as Hermes does.
     (r"(?s)\A(?!.*</tool_call>)(?=.*<\|start_of_role\|>).*tool_call", DeclaredFamily.GRANITE),

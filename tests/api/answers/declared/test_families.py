@@ -19,6 +19,8 @@ GRANITE, PHI, OLMO, GLM = (
     DeclaredFamily.OLMO3,
     DeclaredFamily.GLM45,
 )
+LFM, NEMOTRON = DeclaredFamily.LFM2, DeclaredFamily.NEMOTRON
+PYTHON = (OLMO, LFM)  # whose calls need a parser that transformers lacks
 KIMI, V3, V31 = DeclaredFamily.KIMI_K2, DeclaredFamily.DEEPSEEK_V3, DeclaredFamily.DEEPSEEK_V31
 NESTED = {"city": "São Paulo 🎉", "days": 3, "options": {"units": ["°C", "m/s"], "deep": {"a": None, "b": True}}}
 ROME = {"city": "Rome"}
@@ -40,6 +42,11 @@ def written(family: DeclaredFamily, *calls: tuple[str, str]) -> str:
         case DeclaredFamily.OLMO3:
             lines = (f"{name}({_keywords(arguments)})" for name, arguments in calls)
             return "<function_calls>" + "\n".join(lines) + "</function_calls>"
+        case DeclaredFamily.LFM2:
+            written_calls = ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in calls)
+            return f"<|tool_call_start|>[{written_calls}]<|tool_call_end|>"
+        case DeclaredFamily.NEMOTRON:
+            return f"<TOOLCALL>[{objects}]</TOOLCALL>"
         case DeclaredFamily.GLM45:
             return "\n".join(f"<tool_call>{name}\n{_elements(arguments)}</tool_call>" for name, arguments in calls)
         case DeclaredFamily.KIMI_K2:
@@ -81,7 +88,7 @@ THINKING = pytest.mark.parametrize("family", [family for family in FAMILIES if f
 def test_text_without_calls_is_content(family: DeclaredFamily) -> None:
     text = 'How can I help? Try {"name": "f"}, [f(a=1)], <tool>, functools.partial, ```json\n{}\n```.'
     assert every_split(shipped_format(family), text) == Answer(text)
-    assert judged(shipped_format(family), text) == Answer(text) if family is not OLMO else True
+    assert judged(shipped_format(family), text) == Answer(text) if family not in PYTHON else True
 
 
 @EVERY
@@ -91,7 +98,7 @@ def test_text_without_calls_is_content(family: DeclaredFamily) -> None:
 def test_calls_are_read_as_they_are_written(family: DeclaredFamily, calls: list[tuple[str, str]]) -> None:
     form, text = shipped_format(family), written(family, *calls)
     assert every_split(form, text) == Answer(calls=calls)
-    if family is not OLMO:
+    if family not in PYTHON:
         assert judged(form, text) == Answer(calls=calls)
 
 
@@ -108,7 +115,7 @@ def test_thoughts_come_apart(family: DeclaredFamily) -> None:
     text = f"<think>\nHm, {{let}} me see.\n</think>\n\nRome it is.\n{written(family, *calls)}"
     expected = Answer("Rome it is.", "Hm, {let} me see.", calls)
     assert every_split(form, text) == expected
-    if family is not OLMO:
+    if family not in PYTHON:
         assert judged(form, text) == expected
 
 
@@ -148,7 +155,7 @@ def test_a_call_of_elements_is_told_with_its_closing_mark() -> None:
     assert reader.is_full
 
 
-@pytest.mark.parametrize("family", [GRANITE, PHI, OLMO, KIMI, V3, V31])
+@pytest.mark.parametrize("family", [GRANITE, PHI, OLMO, LFM, NEMOTRON, KIMI, V3, V31])
 def test_a_call_that_is_cut_has_the_arguments_so_far(family: DeclaredFamily) -> None:
     text = written(family, call("weather", **NESTED))
     cut = text[: text.index("São") + 2]
@@ -156,7 +163,7 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(family: DeclaredFamily) -> 
     assert (name, arguments[:11]) == ("weather", '{"city": "S')
 
 
-@pytest.mark.parametrize("family", [OLMO, GLM])
+@pytest.mark.parametrize("family", [OLMO, LFM, GLM])
 def test_a_call_that_is_cut_before_any_argument_is_text(family: DeclaredFamily) -> None:
     cut = written(family, call("weather", **ROME)).partition("er")[0]
     assert every_split(shipped_format(family), f"Hi. {cut}") == Answer(f"Hi. {cut}")
@@ -210,6 +217,12 @@ SHAPES: list[tuple[DeclaredFamily, str, Answer]] = [
     ),
     (OLMO, "<function_calls>f(x=1])</function_calls> there", Answer("there", calls=[call("f", x=1)])),
     (OLMO, "<function_calls>f()\noops\n</function_calls>", Answer("oops", calls=[call("f")])),
+    (LFM, '<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>Checking.', Answer("Checking.", calls=ONE.calls)),
+    (LFM, "<|tool_call_start|>weather(city='Rome')<|tool_call_end|>", ONE),
+    (LFM, "<|tool_call_start|>[f(a)]<|tool_call_end|>", Answer("<|tool_call_start|>[f(a)]<|tool_call_end|>")),
+    (NEMOTRON, f"<TOOLCALL>{WEATHER_OBJECT}</TOOLCALL>", ONE),
+    (NEMOTRON, f"<TOOLCALL>\n[\n  {WEATHER_OBJECT}\n]\n</TOOLCALL>", ONE),
+    (NEMOTRON, "<TOOLCALL>[1, 2]</TOOLCALL>", Answer("<TOOLCALL>[1, 2]</TOOLCALL>")),
     (GLM, "<tool_call>time\n</tool_call>", Answer(calls=[call("time")])),
     (GLM, "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>", ONE),
     (
@@ -248,7 +261,7 @@ def test_other_shapes_that_models_write(family: DeclaredFamily, text: str, answe
     assert every_split(shipped_format(family), text) == answer
 
 
-@pytest.mark.parametrize("family", [GRANITE, PHI, KIMI, V3, V31])
+@pytest.mark.parametrize("family", [GRANITE, PHI, NEMOTRON, KIMI, V3, V31])
 @pytest.mark.parametrize("raw", ['{"city": "Rome"', '{"city": "Rome"}}', "{'city': Rome}", '{"city": "Rome",}'])
 def test_malformed_arguments_become_json_and_the_next_call_is_read(family: DeclaredFamily, raw: str) -> None:
     text = written(family, ("weather", raw), call("time"))
@@ -273,7 +286,18 @@ MARKS = [
         ",",
     ),
     *("<tool_call>", "<|tool_call|>", "</tool_call>", "<response>", "functools", "<|/tool_call|>", "<function_calls>"),
-    *("</function_calls>", "f(a='b')", "f", "<arg_key>a</arg_key>", "<arg_value>1</arg_value>", "<arg_value>"),
+    *(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        "<TOOLCALL>",
+        "</TOOLCALL>",
+        "</function_calls>",
+        "f(a='b')",
+        "f",
+        "<arg_key>a</arg_key>",
+        "<arg_value>1</arg_value>",
+        "<arg_value>",
+    ),
     *("<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "```json\n", "```"),
     *("<|tool_calls_section_begin|>", deepseek("call▁begin"), deepseek("call▁end"), deepseek("sep"), "function"),
 ]
@@ -298,6 +322,10 @@ TEMPLATES = {
     f"{{{{ 'function{deepseek('sep')}' + name + '\\n```json\\n' }}}}": V3,
     f"{{{{ name + '{deepseek('sep')}' + arguments }}}}": V31,
     "<functions>{{ tools }}</functions><function_calls>": OLMO,
+    'List of tools: [{{ tools }}]{{ "<|im_start|>system" }}': LFM,
+    "<|im_start|>List of tools: <|tool_list_start|>[{{ tools }}]": LFM,
+    "<|im_start|>assistant\n<|tool_call_start|>[{{ calls }}]<|tool_call_end|>": LFM,
+    "<SPECIAL_11>Assistant\n<TOOLCALL>[{{ calls }}]</TOOLCALL>": NEMOTRON,
     "<|system|>{{ content }}<|tool|>{{ tools }}<|/tool|>": PHI,
     "<|start_of_role|>system<|end_of_role|>respond with <|tool_call|> followed by a JSON list": GRANITE,
     "{% set task = 'answer with <|tool_call|> and a list' %}<|start_of_role|>system<|end_of_role|>{{ task }}": GRANITE,

@@ -78,8 +78,8 @@ def test_what_is_not_json_is_refused() -> None:
 
 @pytest.mark.parametrize("family", [each for each in DeclaredFamily if each is not DeclaredFamily.DECLARED])
 def test_declarations_that_come_with_chairlift_are_transformers_own(family: DeclaredFamily) -> None:
-    """So that they can be added to a checkpoint; only OLMo 3 needs a parser that transformers lacks."""
+    """So that they can be added to a checkpoint; only OLMo 3 and LFM2 need a parser that transformers lacks."""
     given = json.loads(shipped_format(family).template.model_dump_json(by_alias=True, exclude_unset=True))
-    if family is DeclaredFamily.OLMO3:
+    if family in (DeclaredFamily.OLMO3, DeclaredFamily.LFM2):
         assert given["fields"]["tool_calls"].pop("content") == "python-calls"
     load_response_template(given)

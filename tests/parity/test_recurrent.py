@@ -25,6 +25,7 @@ from tests.parity.test_families import assert_greedy_answers, assert_near, refer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
 from tests.support.gguf_files import write_model
+from tests.support.kernels import needs_kernels
 
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -351,3 +352,15 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, family:
     file = write_model(reference, tmp_path / "model.gguf")
     (tokens,) = random_prompts(4, [60])
     assert_near(bench(file).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
+
+
+@needs_kernels
+def test_native_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path) -> None:
+    """Whose value heads are in another order than in safetensors."""
+    reference = make_checkpoint(
+        tmp_path, seed=3, max_position_embeddings=512, model_type="qwen3_5_text", **NATIVE["qwen3_5_text"]
+    )
+    model = load_model(open_checkpoint(str(write_model(reference, tmp_path / "model.gguf"))), DType.FLOAT32, "cpu", 391)
+    (tokens,) = random_prompts(4, [60])
+    ours = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN)).run([Row(2, tokens)])[0]
+    assert_near(ours, reference_logits(reference, tokens))

@@ -139,6 +139,7 @@ class GatedDeltaNet(BlockModule):
             "key_dim": block.key_dim,
             "value_dim": block.value_dim,
             "num_taps": len(taps.weights),
+            "has_tiled_heads": block.has_tiled_heads,
             "state_offset": place.offset,
             "input_offset": place.input_offset,
             "norm_eps": block.norm_eps,

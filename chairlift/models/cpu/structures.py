@@ -47,6 +47,7 @@ class GatedDeltaNetBlock(ctypes.Structure):
         *((name, Matrix) for name in ("in", "gate", "out")),
         *((name, c_void_p) for name in ("taps", "rates", "dt_bias", "norm")),
         *((name, c_int64) for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "num_taps")),
+        ("has_tiled_heads", c_int64),
         *((name, c_int64) for name in ("state_offset", "input_offset")),
         *((name, c_double) for name in ("norm_eps", "length_eps")),
     ]

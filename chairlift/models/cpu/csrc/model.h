@@ -68,6 +68,7 @@ struct GatedDeltaNetBlock {
     const float *rates, *dt_bias;   // [value heads]; rates: of decay, below 0
     const float* norm;              // [value_dim], of each head's output
     int64_t num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
+    int64_t has_tiled_heads;        // value heads take the key heads in turns, instead of neighbours the same one
     StatePlace place;
     double norm_eps, length_eps;    // length_eps: added to the squared lengths of queries and keys
 };

@@ -143,7 +143,8 @@ template <class T, class W> struct GatedDeltaNet {
     void run_head(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, float* other,
                   const Rows<T>& written) const {
         const int64_t dim = block.value_dim, size = num_ready(block), stride = num_values(block);
-        const int64_t key_head = head / (block.num_value_heads / block.num_key_heads);
+        const int64_t key_head = block.has_tiled_heads ? head % block.num_key_heads
+                                                       : head / (block.num_value_heads / block.num_key_heads);
         float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * matrix_size(block);
         if (row.is_fresh) std::memset((void*)matrix, 0, matrix_size(block) * sizeof(float));
         for (int64_t column = 0; column < dim; column += AT_ONCE) {

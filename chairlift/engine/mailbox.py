@@ -28,7 +28,7 @@ class Mailbox:
 
     @property
     def progress(self) -> list[RequestDelta]:
-        """How far each generation has come, as deltas without news."""
+        """Tells how far each generation has come, as deltas without news."""
         return [state.progress() for state in self.states.values()]
 
     @property

@@ -29,7 +29,7 @@ _WHOLE_TEXT = re.compile(  # up to an escape or a surrogate pair that is not com
 
 @dataclass(frozen=True, slots=True)
 class InputGrammar:
-    """What the input of a custom tool must look like; `syntax`: lark or regex."""
+    """Constrains the input of a custom tool; `syntax`: lark or regex."""
 
     syntax: str
     definition: str
@@ -125,7 +125,7 @@ class _InputText:
         return _decoded(whole[0])
 
     def rest(self) -> str:
-        """What is left at the end: the arguments, or the text in them, if they have another form."""
+        """Returns what is left at the end: the arguments, or the text in them, if they have another form."""
         if self._is_begun:
             return ""
         value = parsed(self._held)

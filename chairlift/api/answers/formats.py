@@ -18,7 +18,7 @@ Schemas = Mapping[str, dict[str, Any]]
 
 
 class CallFormat(ABC):
-    """How one family writes calls: `opening`, calls, `closing`. Whitespace may stand between these anywhere."""
+    """Tells how one family writes calls: `opening`, calls, `closing`. Whitespace may stand between these anywhere."""
 
     opening: ClassVar[str]
     closing: ClassVar[str] = ""
@@ -42,12 +42,12 @@ class CallFormat(ABC):
 
     @property
     def closings(self) -> tuple[str, ...]:
-        """What closes a call or its parts."""
+        """Lists the marks that close a call or its parts."""
         return (self.closing,) if self.closing else ()
 
     @property
     def beginnings(self) -> tuple[str, ...]:
-        """What a further call may begin with."""
+        """Lists the texts with which a further call may begin."""
         bare = (self.between.strip(), self.bare_opening) if self.is_bare else ()
         return (*self.opening_marks, *bare)
 

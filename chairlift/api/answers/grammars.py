@@ -67,7 +67,7 @@ def schema_lines(grammar: str) -> dict[int, int | None]:
 
 
 class _Writing:
-    """How a family writes calls: opening, bracket, calls with separators, bracket."""
+    """Composes calls as a family writes them: opening, bracket, calls with separators, bracket."""
 
     def __init__(self, family: ToolFamily, tokens: MarkTokens) -> None:
         self._form = form = FORMATS[family]

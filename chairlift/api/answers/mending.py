@@ -26,7 +26,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class _Need(Enum):
-    """What comes next in JSON."""
+    """Names what comes next in JSON."""
 
     VALUE = auto()
     KEY = auto()

@@ -24,7 +24,7 @@ Reading = Generator[None, None, _Result]
 
 @dataclass(frozen=True, slots=True)
 class Sighting(Generic[_Result]):
-    """What comes next in a text: nothing up to `begin`, then perhaps something that ends at `end`."""
+    """Locates what comes next in a text: nothing up to `begin`, then perhaps something that ends at `end`."""
 
     begin: int
     end: int = 0
@@ -129,7 +129,7 @@ class Text:
 
     @property
     def position(self) -> int:
-        """How much was read but not taken."""
+        """Counts the characters that were read but not taken."""
         return self._at - self._start
 
     @property
@@ -296,7 +296,7 @@ _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
 def num_begun_of(mark: str, text: str, at: int) -> int:
-    """How many characters at the end of the text from this position on may be the beginning of the mark."""
+    """Counts the characters at the end of the text, from this position on, that may be the beginning of the mark."""
     lengths = range(min(len(text) - at, len(mark) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
 

@@ -11,7 +11,7 @@ _LINE_BREAKS = re.compile(r"\n*")
 
 
 class ReasoningFamily(StrEnum):
-    """How a model marks its thoughts, which come before its answer."""
+    """Names the way in which a model marks its thoughts, which come before its answer."""
 
     THINK = "think"
     MISTRAL = "mistral"

@@ -65,7 +65,7 @@ class MessageEnd(BaseModel):
 
 
 class MessageDelta(NamedEvent):
-    """How the message ended."""
+    """Tells how the message ended."""
 
     type: Literal["message_delta"] = "message_delta"
     delta: MessageEnd

@@ -8,7 +8,7 @@ from chairlift.api.wire.usage import Usage
 
 
 class SaidText(BaseModel):
-    """What the model says."""
+    """Holds what the model says."""
 
     type: Literal["text"] = "text"
     text: str
@@ -16,7 +16,7 @@ class SaidText(BaseModel):
 
 
 class Thoughts(BaseModel):
-    """What the model thought before what follows. The signature is a digest of the text: nothing is hidden in it."""
+    """Holds what the model thought before what follows. The signature is a digest of the text: it hides nothing."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -36,13 +36,13 @@ Block = SaidText | Thoughts | MadeCall
 
 
 class OutputTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts."""
+    """Counts the generated tokens that are thoughts."""
 
     thinking_tokens: int
 
 
 class MessageUsage(BaseModel):
-    """How many tokens a request took; those of the prompt that were computed, and those that were reused."""
+    """Counts the tokens that a request took; those of the prompt that were computed, and those that were reused."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -80,6 +80,6 @@ class AnthropicMessage(BaseModel):
 
 
 class TokenCount(BaseModel):
-    """How many tokens a prompt has."""
+    """Counts the tokens of a prompt."""
 
     input_tokens: int

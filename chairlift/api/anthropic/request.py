@@ -65,7 +65,7 @@ _CALL_MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "to
 
 
 class ToolChoice(Body):
-    """Whether to call a tool, or which; any and tool are enforced token by token."""
+    """Chooses whether to call a tool, or which; any and tool are enforced token by token."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="the tool's name; only with type tool")
@@ -79,7 +79,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether to think before the answer, as far as the chat template knows such a thing."""
+    """Chooses whether to think before the answer, as far as the chat template knows such a thing."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[StrictInt | None, Ignored("max_tokens bounds thoughts and answer together")] = None
@@ -89,14 +89,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the answer must look like, enforced token by token."""
+    """Prescribes what the answer must look like, enforced token by token."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema", description="JSON Schema")
 
 
 class OutputConfig(Body):
-    """How to answer."""
+    """Says how to answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="how much to think, if the chat template supports it"
@@ -106,7 +106,7 @@ class OutputConfig(Body):
 
 
 class RequestMetadata(Body):
-    """What is known of the request's sender."""
+    """Tells what is known of the request's sender."""
 
     user_id: Label | None = Field(None, description=SENDER)
 

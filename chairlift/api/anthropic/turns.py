@@ -63,7 +63,7 @@ ResultPart = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a call returned."""
+    """Brings what a call returned."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -92,7 +92,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Written):
-    """What the model thought before what follows, for templates that show it."""
+    """Repeats what the model thought before what follows, for templates that show it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -140,7 +140,7 @@ AssistantBlock = Annotated[
 
 
 class UserTurn(Body):
-    """What the user said; or what the system says in the middle of a conversation."""
+    """Holds what the user said; or what the system says in the middle of a conversation."""
 
     role: Literal["user", "system"]
     content: str | list[Annotated[TextBlock, only_types("messages", "text", "tool_result")]]
@@ -152,7 +152,7 @@ class UserTurn(Body):
 
 
 class ResultTurn(Body):
-    """What calls returned, and what the user or the client adds to it."""
+    """Brings what calls returned, and what the user or the client adds to it."""
 
     role: Literal["user"]
     content: list[ResultBlock] = Field(
@@ -176,7 +176,7 @@ class ResultTurn(Body):
 
 
 class ModelTurn(Written):
-    """What the model thought, said and called."""
+    """Repeats what the model thought, said and called."""
 
     role: Literal["assistant"]
     content: str | list[AssistantBlock]

@@ -22,7 +22,7 @@ _HEADERS = {
 
 @dataclass(slots=True)
 class Pulse:
-    """How long the streams of an application may be silent."""
+    """Limits how long the streams of an application may be silent."""
 
     interval_s: float = 10.0  # proxies and clients drop a silent connection after a minute or so
 

@@ -1,4 +1,4 @@
-"""Where the server listens: the address, which is taken before a model is loaded, TLS, and the pace of accepting."""
+"""Listens for connections: takes the address before a model is loaded, sets up TLS, and paces accepting."""
 
 import asyncio
 import errno

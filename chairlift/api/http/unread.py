@@ -24,7 +24,7 @@ from chairlift.api.errors import Handler
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 
 PIECE_BYTES = 2**16
-"""What is written to a connection at once, before its client has read more; less than that is not counted."""
+"""Bounds what is written to a connection at once, before its client has read more; less than that is not counted."""
 
 _STALLED_S = 1.0  # without a piece that was taken
 

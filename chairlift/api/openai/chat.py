@@ -132,7 +132,7 @@ class MessageToolCall(BaseModel):
 
 
 class Thoughts(BaseModel):
-    """What the model thought before its answer, under the two names by which clients know it."""
+    """Holds what the model thought before its answer, under the two names by which clients know it."""
 
     reasoning: Annotated[str | None, LeftOutIfNone] = None
     reasoning_content: Annotated[str | None, LeftOutIfNone] = None

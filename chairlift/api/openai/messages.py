@@ -37,7 +37,7 @@ class WrittenPart(TextPart, Written):
 
 
 class CalledFunction(Written):
-    """What an assistant called, and with which arguments."""
+    """Says what an assistant called, and with which arguments."""
 
     name: str
     arguments: Any = Field(None, description=ARGUMENTS)
@@ -64,7 +64,7 @@ class ToolCall(Written):
 
 
 class ChatMessage(Body):
-    """What the system or the user says."""
+    """Holds what the system or the user says."""
 
     role: Literal["system", "developer", "user"]
     content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]]
@@ -77,7 +77,7 @@ class ChatMessage(Body):
 
 
 class AssistantTurn(Written):
-    """What the assistant said or called, as any server may have written it."""
+    """Repeats what the assistant said or called, as any server may have written it."""
 
     role: Literal["assistant"]
     content: str | list[Annotated[WrittenPart, only_types("messages", "text", "refusal")]] | None = None

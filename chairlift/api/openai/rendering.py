@@ -34,7 +34,7 @@ ToolPart = Annotated[
 
 
 class ToolMessage(Body):
-    """What a tool returned, and which call that answers."""
+    """Brings what a tool returned, and says which call that answers."""
 
     role: Literal["tool"]
     content: str | list[ToolPart] = Field(
@@ -64,7 +64,7 @@ Tools = Annotated[
 
 
 class Rendering(TemplateInput):
-    """How a conversation becomes a prompt."""
+    """Says how a conversation becomes a prompt."""
 
     messages: list[AnyMessage]
     tools: Tools = None

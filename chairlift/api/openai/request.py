@@ -25,7 +25,7 @@ class JsonSchema(AnswerSchema):
 
 
 class ResponseFormat(Body):
-    """What the answer must look like."""
+    """Prescribes what the answer must look like."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -65,7 +65,7 @@ class StreamOptions(ResponseStreamOptions):
 
 
 class CompletionsRequest(OpenAIRequest):
-    """What chat completions and completions have in common."""
+    """Holds the fields that chat completions and completions have in common."""
 
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     n: StrictInt | None = None

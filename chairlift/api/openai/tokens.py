@@ -70,7 +70,7 @@ class AddedToken(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """What clients need to know about the tokenizer in addition to what `/tokenize` and `/detokenize` do for them."""
+    """Tells clients what they need to know of the tokenizer beyond what `/tokenize` and `/detokenize` do for them."""
 
     tokenizer_class: str
     chat_template: str | None

@@ -45,7 +45,7 @@ class NamedTool(Body):
 
 
 class ChatInputFormat(Body):
-    """What the input of a custom tool looks like."""
+    """Describes the input of a custom tool."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarText | None = Field(None, description="only with type grammar")

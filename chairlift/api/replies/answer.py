@@ -1,4 +1,4 @@
-"""What is new of a choice: its text as thoughts, content and calls, and its tokens with their scores."""
+"""Collects the news of a choice: its text as thoughts, content and calls, and its tokens with their scores."""
 
 from abc import abstractmethod
 from bisect import bisect_left

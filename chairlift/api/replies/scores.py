@@ -23,7 +23,7 @@ class ScoredToken:
 
     @property
     def name(self) -> str:
-        """What completions call it: its text, or its bytes if they are not whole characters."""
+        """Returns the name of the token in completions: its text, or its bytes if they are not whole characters."""
         try:
             return self.spelling.decode()
         except UnicodeDecodeError:

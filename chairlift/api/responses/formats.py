@@ -13,7 +13,7 @@ from chairlift.params import StructuredOutputs
 
 
 class TextFormat(AnswerSchema):
-    """What the answer must look like, as `/v1/responses` has it."""
+    """Prescribes what the answer must look like, as `/v1/responses` has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, min_length=1, max_length=64, description="of the schema; not shown to the model")

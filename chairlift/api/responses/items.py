@@ -64,7 +64,7 @@ OutputPart = Annotated[
 
 
 class InputMessage(Body):
-    """What the user or the system said."""
+    """Holds what the user or the system said."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "system", "developer"]
@@ -77,7 +77,7 @@ class InputMessage(Body):
 
 
 class WrittenMessage(Written):
-    """What the model said."""
+    """Repeats what the model said."""
 
     type: Literal["message"] | None = None
     role: Literal["assistant"]
@@ -94,7 +94,7 @@ class ReasoningText(Written):
 
 
 class Reasoning(Written):
-    """What a model thought before what follows, for templates that show it."""
+    """Repeats what a model thought before what follows, for templates that show it."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -122,7 +122,7 @@ class InputCall(Written):
 
 
 class InputCallOutput(Body):
-    """What a call returned."""
+    """Brings what a call returned."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -148,7 +148,7 @@ class InputCustomCall(CalledCustomTool):
 
 
 class InputCustomCallOutput(InputCallOutput):
-    """What a call of a custom tool returned."""
+    """Brings what a call of a custom tool returned."""
 
     type: Literal["custom_tool_call_output"]  # type: ignore[assignment]  # the two differ in nothing else
 

@@ -42,7 +42,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How to think before the answer."""
+    """Says how to think before the answer."""
 
     effort: Effort | None = Field(
         None, description="how much to think, if the chat template supports it; none: not at all"

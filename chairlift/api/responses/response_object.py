@@ -26,7 +26,7 @@ class ReasoningText(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought before what follows."""
+    """Holds what the model thought before what follows."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
@@ -36,7 +36,7 @@ class OutputReasoning(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """What the model says."""
+    """Holds what the model says."""
 
     id: str
     type: Literal["message"] = "message"
@@ -80,7 +80,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class ResponseUsage(BaseModel):
-    """How many tokens a request took."""
+    """Counts the tokens that a request took."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -102,20 +102,20 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a response ended early; without a reason: its timeout passed, or the server went down."""
+    """Says why a response ended early; without a reason: its timeout passed, or the server went down."""
 
     reason: Annotated[Literal["max_output_tokens"] | None, LeftOutIfNone] = None
 
 
 class ResponseError(BaseModel):
-    """Why a response failed."""
+    """Says why a response failed."""
 
     code: Literal["server_error"] = "server_error"
     message: str
 
 
 class ReasoningUsed(BaseModel):
-    """What was asked for."""
+    """Repeats what was asked for."""
 
     effort: Effort | None = None
     summary: None = None

@@ -34,7 +34,7 @@ class ChosenFunction(NamedFunction):
 
 
 class InputFormat(Body):
-    """What the input of a custom tool looks like, as `/v1/responses` has it."""
+    """Describes the input of a custom tool, as `/v1/responses` has it."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = Field(None, description="only with type grammar")

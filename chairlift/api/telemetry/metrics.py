@@ -248,7 +248,7 @@ class Metrics(Collector):
         )
 
     def _vllm_families(self) -> Iterator[Metric]:
-        """What the Gateway API inference extension, llm-d and vLLM's production stack read, with vLLM's label."""
+        """Serves the Gateway API inference extension, llm-d and vLLM's production stack, with vLLM's label."""
         labels = {"model_name": self._model_name}
         yield from self._read(GaugeMetricFamily, _VLLM_GAUGES, labels)
         yield from self._read(CounterMetricFamily, _VLLM_COUNTERS, labels)

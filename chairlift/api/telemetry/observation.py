@@ -101,7 +101,7 @@ class Observation:
 
     @property
     def _progress(self) -> "list[RequestDelta]":
-        """How far each generation has come."""
+        """Tells how far each generation has come."""
         return [] if self.mailbox is None else self.mailbox.progress
 
     @property

@@ -93,6 +93,6 @@ class Body(BaseModel):
 
 
 class Written(Body):
-    """What a model wrote. Fields that servers and clients have added to it are dropped."""
+    """Accepts what a model wrote. Drops fields that servers and clients have added to it."""
 
     model_config = ConfigDict(extra="ignore")

@@ -54,7 +54,7 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
 
 
 class TemplateInput(Body):
-    """What chat templates get of a body. Endpoints have shapes of their own for it."""
+    """Holds what chat templates get of a body. Endpoints have shapes of their own for it."""
 
     tools: Sequence[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
@@ -119,7 +119,7 @@ class TemplateInput(Body):
 
 
 class ToolUse(TemplateInput):
-    """Which tools must be called."""
+    """Says which tools must be called."""
 
     tool_choice: Any = None
 

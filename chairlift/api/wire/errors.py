@@ -4,7 +4,7 @@ from pydantic import BaseModel
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and which field is to blame."""
+    """Says what went wrong, and which field is to blame."""
 
     message: str
     type: str

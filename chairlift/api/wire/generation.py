@@ -114,7 +114,7 @@ class GenerationRequest(Body):
 
 
 class OpenAIRequest(EngineExtras, GenerationRequest):
-    """What OpenAI's endpoints have in common."""
+    """Holds the fields that OpenAI's endpoints have in common."""
 
     user: Label | None = Field(None, description=SENDER)
     stop: str | Texts | None = None

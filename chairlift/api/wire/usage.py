@@ -9,13 +9,13 @@ from chairlift.engine.text.deltas import RequestDelta
 
 
 class PromptTokensDetails(BaseModel):
-    """How many tokens of the prompts had been computed for other requests."""
+    """Counts the tokens of the prompts that had been computed for other requests."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts, and how many speculated tokens were accepted and rejected."""
+    """Counts the generated tokens that are thoughts, and the speculated tokens that were accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0

@@ -166,7 +166,7 @@ class Crew:
         return EXIT_OK if set(codes) == {EXIT_OK} else EXIT_CUT_SHORT
 
     async def _read_books(self) -> tuple[EngineStats, Counts]:
-        """What the engine and all workers have counted."""
+        """Returns what the engine and all workers have counted."""
         total = Counts()
         total += self._past  # first, or a worker that ends meanwhile would count twice
         for counts in await asyncio.gather(*(worker.read_counts() for worker in self._workers)):
@@ -248,7 +248,7 @@ class Crew:
         worker.process.close()
 
     async def _unless_over(self, making: Coroutine[None, None, _Made]) -> _Made | None:
-        """What a coroutine makes; None if the server leaves or its engine dies before."""
+        """Returns what a coroutine makes; None if the server leaves or its engine dies before."""
         task = asyncio.ensure_future(making)
         try:
             await first_of(asyncio.wait([task]), self._is_leaving.wait(), self._llm.died.wait())

@@ -35,7 +35,7 @@ _BOOKS_S = 3.0  # how long a scrape waits for the engine's process
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a worker needs to know."""
+    """Carries what a worker needs to know."""
 
     config: ServerConfig  # with the port that was taken
     keys: dict[str, KeyLimits]

@@ -76,7 +76,7 @@ def _byte_level(given: dict[str, Any], rule: object) -> BackendTokenizer:
 
 
 def _merges_of(given: dict[str, Any]) -> list[tuple[str, str]]:
-    """Those that the file has; an empty list is not in it."""
+    """Splits the merges of the file, which leaves out an empty list."""
     return [merge.partition(" ")[::2] for merge in given.get("merges", ())]
 
 

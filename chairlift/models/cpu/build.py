@@ -70,7 +70,7 @@ class InstructionSet:
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What the kernels are compiled from, and what they are compiled and run with beside an instruction set."""
+    """Holds what the kernels are compiled from, and what they are compiled and run with beside an instruction set."""
 
     sources: Path = _SOURCES
     flags: tuple[str, ...] = _COMPILE_FLAGS
@@ -112,7 +112,7 @@ _BY_MACHINE = {  # the best first
 
 
 def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
-    """Those of a kind of machine, as `platform.machine` names it; the best first."""
+    """Returns the instruction sets of a kind of machine, as `platform.machine` names it; the best first."""
     return _BY_MACHINE.get("aarch64" if machine == "arm64" else machine, (_PLAIN_SET,))
 
 

@@ -101,7 +101,7 @@ class Found(Generic[_Whose]):
 
 
 class Searches:
-    """What patterns have found in the text that is being read.
+    """Remembers what patterns have found in the text that is being read.
 
     A text is looked at anew behind each mark, for all patterns. Without this, one that occurs nowhere would be searched
     for up to the end of the text each time.

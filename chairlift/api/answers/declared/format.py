@@ -17,7 +17,7 @@ _UNTYPED = (ContentParser.XML_INLINE, ContentParser.KV_LINES)  # the types of ar
 
 
 class Declared:
-    """How answers are written, as a response template declares it. Does not change; readers share it."""
+    """Describes how answers are written, as a response template declares it. Does not change; readers share it."""
 
     def __init__(self, template: ResponseTemplate) -> None:
         """ValueError, of one line, if a pattern or parser of the template cannot be used."""
@@ -83,7 +83,7 @@ class Declared:
         return [region.name for region in self._regions.of(Purpose.NOTHING)]
 
     def marks_among(self, texts: Iterable[str]) -> tuple[str, ...]:
-        """Those of these texts, which are special tokens, that the regions mention."""
+        """Returns those of these texts, which are special tokens, that the regions mention."""
         spelled = [spelling for region in self._regions.all for spelling in region.field.spellings()]
         return tuple(text for text in texts if any(text in each for each in spelled))
 

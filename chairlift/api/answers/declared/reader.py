@@ -115,7 +115,7 @@ class AnswerRun:
 
 
 class _Sink:
-    """Where the text of regions goes: whitespace around all of it is dropped, unless the field keeps it."""
+    """Receives the text of regions: drops whitespace around all of it, unless the field keeps it."""
 
     def __init__(self, add: Callable[[str], None]) -> None:
         self._add = add

@@ -89,11 +89,11 @@ class Regions:
         return all(pattern is None or pattern.is_steady for pattern in patterns)
 
     def of(self, purpose: Purpose) -> list[Region]:
-        """Those with this purpose."""
+        """Returns the regions with this purpose."""
         return [region for region in self.all if region.purpose is purpose]
 
     def without(self, purposes: Sequence[Purpose]) -> "Regions":
-        """Those with any other purpose."""
+        """Returns the regions with any other purpose."""
         return Regions([region for region in self.all if region.purpose not in purposes])
 
     def anchors_in(self, region: Region | None) -> list[Anchor[Opening | Closing]]:

@@ -16,7 +16,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ContentParser(StrEnum):
-    """How the text of a region becomes a value. All but the last are transformers' own."""
+    """Names the way in which the text of a region becomes a value. All but the last are transformers' own."""
 
     TEXT = "text"
     INT = "int"
@@ -29,7 +29,7 @@ class ContentParser(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What becomes of a region."""
+    """Says what becomes of a region."""
 
     CONTENT = "content"
     THOUGHTS = "thoughts"

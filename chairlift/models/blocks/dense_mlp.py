@@ -37,6 +37,10 @@ class DenseMLPBlock:
     gate_scale: float = 1.0  # of what the activation gets
     output_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.is_gated and self.activation is Activation.RELU_SQUARED:
+            raise ValueError("relu2 is not an activation of gates here")
+
     @property
     def native(self) -> str | None:
         """Names its structure in native code, which has gates only, and no factors."""

@@ -11,13 +11,14 @@ from chairlift.compare.report import Report, draw, print_report, write_json
 from chairlift.compare.sides import Side, open_side
 from chairlift.errors import ConfigurationError
 
-_OWN_TEXT = Path(__file__).with_name("text.txt")
+OWN_TEXT = Path(__file__).with_name("text.txt")
+"""The built-in text: prose, documentation and code."""
 
 
 def run(config: CompareConfig) -> int:
     """Measures, prints, writes the files that are asked for; returns the exit code."""
     _check_files(config)
-    text = _read(config.text or _OWN_TEXT)
+    text = _read(config.text or OWN_TEXT)
     with ExitStack() as stack:
         reference = open_side(config.reference, config)
         stack.enter_context(closing(reference))

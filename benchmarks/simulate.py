@@ -84,7 +84,7 @@ def _machine(arguments: argparse.Namespace, budget: int) -> Machine:
     if arguments.backlog is not None and not 0 < arguments.backlog <= arguments.queue:
         raise ValueError(f"--backlog must be above 0 and at most --queue, not {arguments.backlog}")
     sizes = arguments.slots, arguments.slot_tokens, budget, arguments.steps_per_launch, arguments.queue
-    return Machine(*sizes, arguments.cache_tokens)
+    return Machine(*sizes, arguments.cache_tokens, arguments.snapshots)
 
 
 def _workload(arguments: argparse.Namespace, machine: Machine) -> tuple[Workload, int]:
@@ -111,6 +111,7 @@ def _parse_arguments() -> argparse.Namespace:
     group.add_argument("--slots", type=int, default=64)
     group.add_argument("--slot-tokens", type=int, default=2048)
     group.add_argument("--cache-tokens", type=int, help="that all slots have memory for; by default, all they can hold")
+    group.add_argument("--snapshots", type=int, help="recurrent states kept; by default, layers have no such states")
     group.add_argument("--budgets", type=int, nargs="+", default=[1024], help="tokens of a step; each is simulated")
     group.add_argument("--steps-per-launch", type=int, default=1)
     group.add_argument("--queue", type=int, default=2**31, help="requests that may wait")

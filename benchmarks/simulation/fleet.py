@@ -15,7 +15,6 @@ from math import inf
 
 import numpy as np
 
-from chairlift.cache.ledger import SlotLedger
 from chairlift.routing import PrefixRouter, name_blocks
 from chairlift.scheduler import Policy, Scheduler, TokenEvent
 from simulation.costs import CostModel
@@ -108,7 +107,7 @@ class _Replica:
     """One engine: its scheduler and slots, who is there, and how long it has computed."""
 
     def __init__(self, machine: Machine, clock: Clock) -> None:
-        self.slots = SlotLedger(machine.num_slots, machine.slot_tokens, machine.cache_tokens)
+        self.slots = machine.make_slots()
         sizes = machine.max_num_batched_tokens, machine.max_steps_per_launch, machine.max_queue_size
         self.scheduler = Scheduler(self.slots, *sizes, _SETTING.policy, clock)
         self.requests: dict[str, SimulatedRequest] = {}

@@ -12,6 +12,7 @@ from itertools import count
 from math import inf
 
 from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Policy, RequestState, Scheduler, TokenEvent
@@ -90,6 +91,12 @@ class Machine:
     max_steps_per_launch: int = 1
     max_queue_size: int = 2**31
     cache_tokens: int | None = None  # that all slots together have memory for; None: all they can hold
+    num_snapshots: int | None = None  # recurrent states that are kept; None: layers have no such states
+
+    def make_slots(self) -> SlotLedger:
+        """Makes the books of the cache. A copy of a state takes no time here."""
+        states = None if self.num_snapshots is None else StateBooks(self.num_slots, PROMPT_TAIL, self.num_snapshots)
+        return SlotLedger(self.num_slots, self.slot_tokens, self.cache_tokens, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ class Simulation:
         """
         self._setting, self._cost, self._depth = setting, cost, depth
         self._clock = Clock()
-        self._slots = SlotLedger(machine.num_slots, machine.slot_tokens, machine.cache_tokens)
+        self._slots = machine.make_slots()
         self._scheduler = Scheduler(
             self._slots,
             machine.max_num_batched_tokens,

@@ -137,6 +137,12 @@ def test_shared_beginnings_are_found_and_copied() -> None:
     assert column(play(*requests, num_slots=4), "num_cached_tokens") == [0.0, 0.0, 0.0]
 
 
+def test_with_recurrent_states_beginnings_are_found_where_a_state_was_kept() -> None:
+    requests = [one(10.0 * i, 15, 2, prefixes=(Prefix(1, 80),)) for i in range(4)]
+    played = play(*requests, num_slots=4, setting=PREFIXES, num_snapshots=4)
+    assert column(played, "num_cached_tokens") == [0.0, 0.0, 80.0, 80.0]
+
+
 def test_priorities_are_told_only_where_the_setting_knows_them() -> None:
     workload = [one(0.0, 3, 2), one(0.5, 3, 2, priority=1), one(0.6, 3, 2, priority=0)]
     told = play(*workload)

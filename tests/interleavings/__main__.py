@@ -1,6 +1,6 @@
 """Visits every state of some scopes, and prints what was seen or the shortest way to what must never be.
 
-python -m tests.interleavings                  the large scopes, up to an hour
+python -m tests.interleavings                  the large scopes, to their ends: hours
 python -m tests.interleavings order leaders    these alone
 """
 
@@ -28,9 +28,9 @@ def main() -> int:
             print(error)
             return 1
         seconds = time.perf_counter() - begin
-        told = "all" if found.is_complete else "the nearest"
+        told = f"all {found.num_states}" if found.is_complete else f"{arguments.max_states} of {found.num_states} known"
         print(
-            f"{name}: {told} {found.num_states} states, {found.num_actions} actions, {found.depth} deep,"
+            f"{name}: {told} states, {found.num_actions} actions, {found.depth} deep,"
             f" the end at most {found.longest_way} actions away, {seconds:.0f} s",
             flush=True,
         )

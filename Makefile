@@ -48,7 +48,7 @@ attacks: setup ## attack a server and measure with its full strictness how long 
 fuzz: setup ## serve mutated checkpoints for an hour and print what goes wrong (ARGS="--minutes 600 --seed 1 ...")
 	$(BIN)/python -m tests.fuzz --minutes 60 $(ARGS)
 
-interleavings: setup ## try every order of events in scopes larger than CI's: three quarters of an hour, 1 GB (ARGS="order": one)
+interleavings: setup ## try every order of events in scopes larger than CI's: three quarters of an hour, 0.5 GB (ARGS="order": one)
 	$(BIN)/python -m tests.interleavings $(if $(ARGS),$(ARGS),--max-states 100000)
 
 # Programs, the packages that have them, and the tests that are skipped without them.

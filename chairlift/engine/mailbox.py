@@ -54,7 +54,8 @@ class Mailbox:
             self._has_news.clear()
             if self._error is not None:
                 raise self._error
-            changed, self._changed = self._changed, {}
+            # Surplus events may still come for a generation whose text has ended.
+            changed, self._changed = [each for each in self._changed if each in unfinished], {}
             for request_id, delta in [(request_id, self.states[request_id].take()) for request_id in changed]:
                 if delta.finished:
                     unfinished.discard(request_id)

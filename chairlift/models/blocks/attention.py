@@ -62,9 +62,8 @@ class AttentionBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no queries that grow, and no factors."""
-        has_factors = self.growth is not None or self.input_scale != 1.0 or self.output_scale != 1.0
-        return None if has_factors else "attention"
+        """Names its structure in native code, which has no queries that grow."""
+        return "attention" if self.growth is None and self.input_scale != 0.0 else None
 
     @property
     def table(self) -> RopeTable | None:
@@ -175,7 +174,12 @@ class SelfAttention(BlockModule):
             return arrange(part_gates(rows, self.num_heads, self.head_dim) if block.has_output_gate else rows)
 
         return {
-            "qkv": packer.matrix(self.qkv_proj, arrange_all, num_exact=self.num_kv_heads * self.head_dim),
+            "qkv": packer.matrix(
+                self.qkv_proj,
+                arrange_all,
+                num_exact=self.num_kv_heads * self.head_dim,
+                input_scale=block.input_scale,
+            ),
             "out": packer.matrix(self.o_proj),
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
@@ -190,6 +194,8 @@ class SelfAttention(BlockModule):
             "plane": place.plane,
             "scale": block.scale,
             "softcap": block.softcap or 0.0,
+            "input_scale": block.input_scale,
+            "output_scale": block.output_scale,
         }
 
 

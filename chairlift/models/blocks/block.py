@@ -162,8 +162,11 @@ class Packer(Protocol):
 
     lanes: int  # outputs of a panel
 
-    def matrix(self, linear: Linear, arrange: Arrange = ..., *, num_exact: int = 0) -> Any:
-        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here."""
+    def matrix(self, linear: Linear, arrange: Arrange = ..., *, num_exact: int = 0, input_scale: float = 1.0) -> Any:
+        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here.
+
+        `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.
+        """
         ...
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = ...) -> int | None:

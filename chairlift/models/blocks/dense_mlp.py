@@ -43,8 +43,8 @@ class DenseMLPBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has gates only, and no factors."""
-        return "dense_mlp" if self.is_gated and self.gate_scale == self.output_scale == 1.0 else None
+        """Names its structure in native code, which has one activation without a gate."""
+        return "dense_mlp" if self.is_gated != (self.activation is Activation.RELU_SQUARED) else None
 
     def make(
         self,
@@ -101,10 +101,13 @@ class GatedMLP(BlockModule):
 
     def pack(self, packer: Packer) -> dict[str, object]:
         return {
-            "gate_up": packer.matrix(self.gate_up_proj, partial(interleave, lanes=packer.lanes)),
+            "up": packer.matrix(self.gate_up_proj, partial(interleave, lanes=packer.lanes)),
             "down": packer.matrix(self.down_proj),
             "intermediate": self.block.intermediate_size,
+            "is_gated": True,
             "is_gelu": self.block.activation is Activation.GELU_TANH,
+            "gate_scale": self._gate_scale,
+            "output_scale": self._output_scale,
         }
 
 
@@ -113,6 +116,7 @@ class PlainMLP(BlockModule):
 
     def __init__(self, block: DenseMLPBlock, hidden_size: int) -> None:
         super().__init__()
+        self.block = block
         self.up_proj = Linear(hidden_size, block.intermediate_size, bias=block.has_bias)
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
         self._activate = _ACTIVATE[block.activation]
@@ -123,7 +127,14 @@ class PlainMLP(BlockModule):
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("there is no native code for it")
+        return {
+            "up": packer.matrix(self.up_proj),
+            "down": packer.matrix(self.down_proj),
+            "intermediate": self.block.intermediate_size,
+            "is_gated": False,
+            "gate_scale": 1.0,
+            "output_scale": 1.0,
+        }
 
 
 def interleave(tensor: torch.Tensor, lanes: int) -> torch.Tensor:

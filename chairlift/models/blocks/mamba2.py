@@ -4,7 +4,8 @@
 
 x, B and C come from one projection and a short convolution, dt is a gate of the token; heads of a group share B and C.
 The output is gated by z, and normalised by group before or after that, or not at all. A slot keeps of a layer the
-convolution's last inputs `[kernel_size - 1, H P + 2 G N]`, then the matrices `[H, P, N]`.
+convolution's last inputs `[kernel_size - 1, H P + 2 G N]`, then the matrices `[H, P, N]`; native
+code keeps each as `[N, P]`, so that it adds up whole vectors.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from torch.nn import functional as F
 
 from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.blocks.causal_conv import CausalConv, Taps, log_of_rates, unsqueeze_kernels
-from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps, log_of_rates, unsqueeze_kernels
+from chairlift.models.layers import Linear, RMSNorm, pad_rows
 from chairlift.models.recurrence import add_up, silu, softplus
 
 
@@ -42,7 +43,6 @@ class Mamba2Block:
 
     name: ClassVar[str] = "mamba"
     role: ClassVar[str] = "attention"
-    native: ClassVar[str | None] = None
 
     num_heads: int
     head_dim: int
@@ -74,6 +74,18 @@ class Mamba2Block:
     def num_window(self) -> int:
         """Elements of the convolution's window, which come first in a state."""
         return (self.kernel_size - 1) * self.num_mixed
+
+    @property
+    def native(self) -> str | None:
+        """Names its structure in native code."""
+        fits = self.head_dim % 16 == self.state_size % 16 == 0 and 2 <= self.kernel_size <= MOST_TAPS
+        return "mamba2" if fits and self.input_scale != 0.0 else None
+
+    @property
+    def num_projected(self) -> tuple[int, int, int, int, int]:
+        """Outputs of the input projection: z; x, B, C; dt."""
+        num_shared = self.num_groups * self.state_size
+        return self.num_features, self.num_features, num_shared, num_shared, self.num_heads
 
     def make(
         self,
@@ -118,8 +130,7 @@ class Mamba2(BlockModule):
     def __init__(self, block: Mamba2Block, layer_idx: int, hidden_size: int) -> None:
         super().__init__()
         self.block, self.layer_idx = block, layer_idx
-        num_projected = block.num_features + block.num_mixed + block.num_heads  # z; x, B, C; dt
-        self.in_proj = Linear(hidden_size, num_projected, bias=block.has_bias)
+        self.in_proj = Linear(hidden_size, sum(block.num_projected), bias=block.has_bias)
         self.conv1d = CausalConv(block.num_mixed, block.kernel_size, bias=block.has_conv_bias)
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(block.num_heads)) for _ in range(3))
         self.norm = _GroupNorm(block.num_features, block.num_groups, block.norm_eps) if block.has_norm else None
@@ -152,13 +163,39 @@ class Mamba2(BlockModule):
         block = self.block
         if block.scales == NO_SCALES:
             return projected
-        num_shared = block.num_groups * block.state_size
-        lengths = [block.num_features, block.num_features, num_shared, num_shared, block.num_heads]
-        parts = torch.split(projected, lengths, dim=1)
+        parts = torch.split(projected, list(block.num_projected), dim=1)
         return torch.cat([part * scale for part, scale in zip(parts, block.scales, strict=True)], dim=1)
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("there is no native code for it")
+        block, taps, place = self.block, self.conv1d.taps(), packer.state_place(self.layer_idx)
+
+        def padded(tensor: torch.Tensor) -> int:
+            return packer.vector(pad_rows(tensor, packer.lanes))
+
+        factors = block.input_scale * torch.tensor(block.scales).repeat_interleave(torch.tensor(block.num_projected))
+        return {
+            "in": packer.matrix(self.in_proj, input_scale=block.input_scale),
+            "out": packer.matrix(self.out_proj),
+            "factors": None if torch.all(factors == 1.0) else padded(factors),
+            "taps": packer.vector(taps.weights),
+            "conv_bias": None if taps.bias is None else packer.vector(taps.bias),
+            "rates": padded(-torch.exp(self.A_log.float())),
+            "skips": padded(self.D),
+            "dt_bias": padded(self.dt_bias),
+            "norm": None if self.norm is None else packer.vector(self.norm.weight),
+            "num_heads": block.num_heads,
+            "head_dim": block.head_dim,
+            "num_groups": block.num_groups,
+            "state_size": block.state_size,
+            "num_taps": len(taps.weights),
+            "is_gated_last": block.is_gated_last,
+            "state_offset": place.offset,
+            "input_offset": place.input_offset,
+            "norm_eps": block.norm_eps,
+            "least_dt": block.dt_limits[0],
+            "most_dt": block.dt_limits[1],
+            "output_scale": block.output_scale,
+        }
 
 
 class _Weights(NamedTuple):

@@ -23,14 +23,15 @@ class AttentionBlock(ctypes.Structure):
         *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "group", "plane")),
-        *((name, c_double) for name in ("scale", "softcap")),
+        *((name, c_double) for name in ("scale", "softcap", "input_scale", "output_scale")),
     ]
 
 
 class DenseMLPBlock(ctypes.Structure):
     _fields_ = [
-        *((name, Matrix) for name in ("gate_up", "down")),
-        *((name, c_int64) for name in ("intermediate", "is_gelu")),
+        *((name, Matrix) for name in ("up", "down")),
+        *((name, c_int64) for name in ("intermediate", "is_gated", "is_gelu")),
+        *((name, c_double) for name in ("gate_scale", "output_scale")),
     ]
 
 
@@ -53,11 +54,22 @@ class GatedDeltaNetBlock(ctypes.Structure):
     ]
 
 
+class Mamba2Block(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("in", "out")),
+        *((name, c_void_p) for name in ("factors", "taps", "conv_bias", "rates", "skips", "dt_bias", "norm")),
+        *((name, c_int64) for name in ("num_heads", "head_dim", "num_groups", "state_size", "num_taps")),
+        *((name, c_int64) for name in ("is_gated_last", "state_offset", "input_offset")),
+        *((name, c_double) for name in ("norm_eps", "least_dt", "most_dt", "output_scale")),
+    ]
+
+
 BLOCKS: dict[str, type[ctypes.Structure]] = {
     "attention": AttentionBlock,
     "dense_mlp": DenseMLPBlock,
     "gated_short_conv": GatedShortConvBlock,
     "gated_delta_net": GatedDeltaNetBlock,
+    "mamba2": Mamba2Block,
 }
 """The kinds of blocks, as `Block.native` names them, in the order in which a sublayer has pointers to them."""
 

@@ -69,9 +69,11 @@ class NativeWeights:
             head=head,
         )
 
-    def matrix(self, linear: Linear, arrange: Arrange = _as_they_are, *, num_exact: int = 0) -> Matrix:
+    def matrix(
+        self, linear: Linear, arrange: Arrange = _as_they_are, *, num_exact: int = 0, input_scale: float = 1.0
+    ) -> Matrix:
         """See `Packer`."""
-        return self._matrix(linear, arrange, num_exact=num_exact)
+        return self._matrix(linear, arrange, num_exact=num_exact, input_scale=input_scale)
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
         """The factors of a norm: float32, padded with zeros to whole vectors."""
@@ -113,9 +115,15 @@ class NativeWeights:
         return sublayer
 
     def _matrix(
-        self, linear: Linear, arrange: Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
+        self,
+        linear: Linear,
+        arrange: Arrange = _as_they_are,
+        *,
+        is_head: bool = False,
+        num_exact: int = 0,
+        input_scale: float = 1.0,
     ) -> Matrix:
-        bias = None if linear.bias is None else arrange(linear.bias)
+        bias = None if linear.bias is None else arrange(linear.bias.float() / input_scale)
         weight = linear.let_go()
         if isinstance(weight, torch.Tensor) and self._quantization is None:
             return self._place(pack(arrange(weight), bias))

@@ -10,6 +10,7 @@
 #include "blocks/dense_mlp.h"
 #include "blocks/gated_delta_net.h"
 #include "blocks/gated_short_conv.h"
+#include "blocks/mamba2.h"
 
 template <class T, class W> struct Forward {
     const Piece& piece;
@@ -20,6 +21,7 @@ template <class T, class W> struct Forward {
     const StateRows state_rows;
     const GatedShortConv<T, W> gated_short_conv;
     const GatedDeltaNet<T, W> gated_delta_net;
+    const Mamba2<T, W> mamba2;
     const int64_t num_counters;
     Counter* const counters;
 
@@ -27,7 +29,8 @@ template <class T, class W> struct Forward {
         : piece(p), sublayers(model, p), stream(model, batch, p.residual, has_post_norms(), has_plain(), arena),
           attention(stream, sublayers, num_threads, arena), dense_mlp(stream, sublayers, arena),
           state_rows(batch, has_states(), arena), gated_short_conv(stream, state_rows, sublayers, arena),
-          gated_delta_net(stream, state_rows, sublayers, num_threads, arena), num_counters(num_stages() * num_threads),
+          gated_delta_net(stream, state_rows, sublayers, num_threads, arena),
+          mamba2(stream, state_rows, sublayers, num_threads, arena), num_counters(num_stages() * num_threads),
           counters(arena.allocate<Counter>(num_counters)) {}
 
     // Called before the threads start.
@@ -62,6 +65,7 @@ template <class T, class W> struct Forward {
         if (sublayer.dense_mlp) use(dense_mlp, *sublayer.dense_mlp);
         if (sublayer.gated_short_conv) use(gated_short_conv, *sublayer.gated_short_conv);
         if (sublayer.gated_delta_net) use(gated_delta_net, *sublayer.gated_delta_net);
+        if (sublayer.mamba2) use(mamba2, *sublayer.mamba2);
     }
 
     int64_t num_stages() const {

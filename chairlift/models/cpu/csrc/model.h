@@ -39,13 +39,16 @@ struct AttentionBlock {
     int64_t has_output_gate;          // what a head attends to is multiplied by the sigmoid of a gate
     int64_t group, plane;             // where its keys and values are in the cache
     double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
+    double input_scale, output_scale;  // factors of its input, by which the bias of qkv is divided, and its output
 };
 
-// down(activation(gate(x)) * up(x))
+// down(activation(gate(x)) * up(x)), or down(relu(up(x))^2)
 struct DenseMlpBlock {
-    Matrix gate_up, down;  // gate_up: panels of gate and up alternate
+    Matrix up, down;  // up: panels of gate and up alternate, if there is a gate
     int64_t intermediate;
-    int64_t is_gelu;  // the activation: GELU (by tanh), or else SiLU
+    int64_t is_gated;
+    int64_t is_gelu;  // the activation of a gate: GELU (by tanh), or else SiLU
+    double gate_scale, output_scale;  // factors of what that activation gets, and of the output
 };
 
 // Where a layer's state begins in the row of a slot, and its inputs among those of a tentative token.
@@ -73,6 +76,19 @@ struct GatedDeltaNetBlock {
     double norm_eps, length_eps;    // length_eps: added to the squared lengths of queries and keys
 };
 
+// A Mamba 2. Its state: the last inputs of the convolution [num_taps - 1][mixed], matrices [heads][state][head].
+struct Mamba2Block {
+    Matrix in, out;               // in: output gates; x, B and C, which are mixed; dt
+    const float* factors;         // of what `in` gives, padded to 16; null: all are 1
+    const float *taps, *conv_bias;  // [num_taps][mixed], the oldest token's first; [mixed], or null
+    const float *rates, *skips, *dt_bias;  // [heads, padded to 16]; rates: of decay, below 0; skips: D
+    const float* norm;            // [features], of each group of them; null: no norm
+    int64_t num_heads, head_dim, num_groups, state_size, num_taps;
+    int64_t is_gated_last;        // the output is normalised before it is gated
+    StatePlace place;
+    double norm_eps, least_dt, most_dt, output_scale;
+};
+
 // x + post_norm(block(pre_norm(x))), or with the sum of several blocks side by side. The others are null.
 struct Sublayer {
     const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
@@ -80,8 +96,9 @@ struct Sublayer {
     const DenseMlpBlock* dense_mlp;
     const GatedShortConvBlock* gated_short_conv;
     const GatedDeltaNetBlock* gated_delta_net;
+    const Mamba2Block* mamba2;
 
-    bool has_state() const { return gated_short_conv || gated_delta_net; }
+    bool has_state() const { return gated_short_conv || gated_delta_net || mamba2; }
 };
 
 struct Model {

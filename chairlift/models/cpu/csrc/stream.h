@@ -43,7 +43,9 @@ template <class T, class W> struct InnerRows {
 struct Target {
     float* to;  // [T][hidden, padded]
     bool is_sum;  // it is added to what is there, or else written
-    float scale;  // of what is added
+    float scale;  // of the product
+
+    Target times(double factor) const { return {to, is_sum, scale * float(factor)}; }
 };
 
 template <class T, class W> struct Stream {
@@ -96,6 +98,21 @@ template <class T, class W> struct Stream {
     // One of the first products of a block: of all rows that `enter` made.
     template <class Use> void multiply(Team& team, const Matrix& matrix, int unit_panels, Use use) const {
         multiply_all(team, matrix, normed, plain, unit_panels, use);
+    }
+
+    // One of the first products of a block -> `to` [T][columns]. `columns`: those of the product, padded to 16.
+    // `factors`: of each column; null: all are 1.
+    void keep_product(Team& team, const Matrix& matrix, float* to, int64_t columns,
+                      const float* factors = nullptr) const {
+        multiply(team, matrix, UNIT_PANELS,
+                 [&](int64_t column, int64_t row, int count, const float* c, int tile_stride, int width) {
+                     for (int r = 0; r < count; r++)
+                         for (int k = 0; k < width; k += LANES) {
+                             const f32x16 x = load16(c + r * tile_stride + k);
+                             store16(to + (row + r) * columns + column + k,
+                                     factors ? x * load16(factors + column + k) : x);
+                         }
+                 });
     }
 
     // Where a sublayer's first block leaves its product: in `added`, if a norm follows.
@@ -156,11 +173,10 @@ template <class T, class W> struct Stream {
                      const Target& target) const {
         float* to = target.to + row * stride + column;
         for (int r = 0; r < count; r++, c += tile_stride, to += stride) {
-            if (!target.is_sum) {
-                std::memcpy(to, c, width * sizeof(float));
-                continue;
+            for (int k = 0; k < width; k += LANES) {
+                const f32x16 scaled = load16(c + k) * target.scale;
+                store16(to + k, target.is_sum ? load16(to + k) + scaled : scaled);
             }
-            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * target.scale);
         }
     }
 };

@@ -43,7 +43,7 @@ template <class T, class W> struct Attention {
         team.share(attention.list.count, [&](int64_t i) { attention.attend(attention.list.tasks[i], own); });
         team.wait();
         if (block.has_output_gate) gate(team, block, rows.written);
-        stream.leave(team, block.out, rows, width_of(block), target);
+        stream.leave(team, block.out, rows, width_of(block), target.times(block.output_scale));
     }
 
   private:
@@ -56,6 +56,8 @@ template <class T, class W> struct Attention {
         const int64_t dim = block.head_dim, columns = block.qkv.columns;
         const auto place = [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
             const int64_t head = column / dim;
+            if (block.input_scale != 1)
+                for (int r = 0; r < count; r++) scale(c + r * stride, width, float(block.input_scale));
             if (block.are_heads_normed_as_one) {
                 for (int r = 0; r < count; r++)
                     std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
@@ -88,6 +90,10 @@ template <class T, class W> struct Attention {
                 store16(to + k, load16(to + k) * sigmoid16(load16(gates + t * width + k)));
         });
         team.wait();
+    }
+
+    static void scale(float* c, int width, float factor) {
+        for (int k = 0; k < width; k += LANES) store16(c + k, load16(c + k) * factor);
     }
 
     void normalize_heads(float* c, const float* weight, int64_t width) const {

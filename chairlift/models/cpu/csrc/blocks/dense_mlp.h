@@ -1,5 +1,5 @@
-// The block of a dense MLP: gate and up are one product, whose tiles are activated while they are in the first-level
-// cache.
+// The block of a dense MLP: gate and up are one product, if there is a gate. Its tiles are activated while they are in
+// the first-level cache.
 #pragma once
 
 #include "../stream.h"
@@ -14,7 +14,7 @@ template <class T, class W> struct DenseMlp {
     DenseMlp(const Stream<T, W>& s, const Sublayers& sublayers, Arena& arena)
         : stream(s), gated(arena, s.num_tokens, sublayers.most(&Sublayer::dense_mlp, width_of)) {}
 
-    static bool reads(const DenseMlpBlock& block, bool plain) { return is_plain<W>(block.gate_up) == plain; }
+    static bool reads(const DenseMlpBlock& block, bool plain) { return is_plain<W>(block.up) == plain; }
 
     // Called in the stage before `run`.
     void begin(const DenseMlpBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
@@ -22,16 +22,20 @@ template <class T, class W> struct DenseMlp {
     void run(Team& team, const DenseMlpBlock& block, const Target& target) const {
         const InnerRows<T, W> rows = rows_of(block);
         stream.multiply(
-            team, block.gate_up, UNIT_PANELS,
+            team, block.up, UNIT_PANELS,
             [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
-                T* to = rows.written.values + row * rows.written.stride + column / 2;
-                if (block.is_gelu)
-                    gate<true>(c, stride, count, width, to, rows.written.stride);
+                const int64_t to_stride = rows.written.stride;
+                T* to = rows.written.values + row * to_stride + (block.is_gated ? column / 2 : column);
+                const float scale = float(block.gate_scale);
+                if (!block.is_gated)
+                    square(c, stride, count, width, to, to_stride);
+                else if (block.is_gelu)
+                    gate<true>(c, stride, count, width, scale, to, to_stride);
                 else
-                    gate<false>(c, stride, count, width, to, rows.written.stride);
+                    gate<false>(c, stride, count, width, scale, to, to_stride);
             });
         team.wait();
-        stream.leave(team, block.down, rows, width_of(block), target);
+        stream.leave(team, block.down, rows, width_of(block), target.times(block.output_scale));
     }
 
   private:
@@ -40,11 +44,20 @@ template <class T, class W> struct DenseMlp {
     InnerRows<T, W> rows_of(const DenseMlpBlock& block) const { return gated.narrowed(block.intermediate); }
 
     template <bool IS_GELU>
-    static void gate(const float* c, int stride, int count, int width, T* to, int64_t to_stride) {
+    static void gate(const float* c, int stride, int count, int width, float scale, T* to,
+                     int64_t to_stride) {
         for (int r = 0; r < count; r++, c += stride, to += to_stride)
             for (int k = 0; k < width; k += 2 * LANES) {
-                const f32x16 gate = load16(c + k);
+                const f32x16 gate = load16(c + k) * scale;
                 store16(to + k / 2, (IS_GELU ? gelu16(gate) : silu16(gate)) * load16(c + k + LANES));
+            }
+    }
+
+    static void square(const float* c, int stride, int count, int width, T* to, int64_t to_stride) {
+        for (int r = 0; r < count; r++, c += stride, to += to_stride)
+            for (int k = 0; k < width; k += LANES) {
+                const f32x16 positive = max16(load16(c + k), splat(0.0f));
+                store16(to + k, positive * positive);
             }
     }
 };

@@ -37,8 +37,8 @@ template <class T, class W> struct GatedDeltaNet {
 
     void run(Team& team, const GatedDeltaNetBlock& block, const Target& target) const {
         const InnerRows<T, W> inner = rows_of(block);
-        keep_product(team, block.in, projected, num_projected(block));
-        keep_product(team, block.gate, gates, num_gates(block));
+        stream.keep_product(team, block.in, projected, num_projected(block));
+        stream.keep_product(team, block.gate, gates, num_gates(block));
         team.wait();
         const int64_t num_rows = stream.batch.num_rows, pairs = block.num_key_heads, values = block.num_value_heads;
         const int64_t units = pairs + values + 1;
@@ -78,16 +78,6 @@ template <class T, class W> struct GatedDeltaNet {
 
     Taps taps_of(const GatedDeltaNetBlock& block) const {
         return {block.taps, nullptr, block.num_taps, num_mixed(block)};
-    }
-
-    void keep_product(Team& team, const Matrix& matrix, float* to, int64_t columns) const {
-        stream.multiply(
-            team, matrix, UNIT_PANELS,
-            [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
-                for (int r = 0; r < count; r++)
-                    for (int k = 0; k < width && column + k < columns; k += LANES)
-                        store16(to + (row + r) * columns + column + k, load16(c + r * stride + k));
-            });
     }
 
     // Convolves and activates some features of a row's inputs, and puts them into `ready`.

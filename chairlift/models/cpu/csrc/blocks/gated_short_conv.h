@@ -25,12 +25,7 @@ template <class T, class W> struct GatedShortConv {
     void run(Team& team, const GatedShortConvBlock& block, const Target& target) const {
         const InnerRows<T, W> inner = rows_of(block);
         const int64_t width = block.num_features, columns = 3 * width;
-        const auto keep = [&](int64_t column, int64_t row, int count, const float* c, int stride, int tile_width) {
-            for (int r = 0; r < count; r++)
-                for (int k = 0; k < tile_width && column + k < columns; k += LANES)
-                    store16(projected + (row + r) * columns + column + k, load16(c + r * stride + k));
-        };
-        stream.multiply(team, block.in, UNIT_PANELS, keep);
+        stream.keep_product(team, block.in, projected, columns);
         team.wait();
         const Taps taps{block.taps, nullptr, block.num_taps, width};
         const int64_t units = width / LANES;

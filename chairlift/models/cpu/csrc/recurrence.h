@@ -116,3 +116,25 @@ INLINE float first_lane(f32x16 x) {
     store16(lanes, x);
     return lanes[0];
 }
+
+constexpr int64_t COLUMNS_AT_ONCE = 64;  // of a matrix, which stay in the first-level cache
+
+// Takes a head's matrix [height][width] through a row's inputs, some columns at a time: `use(now, column, count, i)` has
+// input i move `count` columns from `column` on, which begin at `now` and are `width` apart. Tentative inputs move a
+// copy, in `other`.
+template <class Use>
+void walk_matrix(const RowState& row, float* matrix, int64_t height, int64_t width, float* other, Use use) {
+    if (row.is_fresh) std::memset((void*)matrix, 0, height * width * sizeof(float));
+    for (int64_t column = 0; column < width; column += COLUMNS_AT_ONCE) {
+        const int64_t count = column + COLUMNS_AT_ONCE < width ? COLUMNS_AT_ONCE : width - column;
+        float* now = matrix + column;
+        for (int64_t i = 0; i < row.num_inputs(); i++) {
+            if (i == row.num_stored()) {
+                for (int64_t d = 0; d < height; d++)
+                    std::memcpy(other + d * width, matrix + d * width + column, count * sizeof(float));
+                now = other;
+            }
+            use(now, column, count, i);
+        }
+    }
+}

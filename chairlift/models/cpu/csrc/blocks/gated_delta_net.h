@@ -6,7 +6,6 @@
 
 template <class T, class W> struct GatedDeltaNet {
     static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
-    static constexpr int64_t AT_ONCE = 64;  // columns of a matrix, which stay in the first-level cache
 
     const Stream<T, W>& stream;
     const StateRows& rows;
@@ -136,29 +135,20 @@ template <class T, class W> struct GatedDeltaNet {
         const int64_t key_head = block.has_tiled_heads ? head % block.num_key_heads
                                                        : head / (block.num_value_heads / block.num_key_heads);
         float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * matrix_size(block);
-        if (row.is_fresh) std::memset((void*)matrix, 0, matrix_size(block) * sizeof(float));
-        for (int64_t column = 0; column < dim; column += AT_ONCE) {
-            const int64_t width = column + AT_ONCE < dim ? AT_ONCE : dim - column;
-            float* now = matrix + column;
-            for (int64_t i = 0; i < row.num_inputs(); i++) {
-                if (i == row.num_stored()) {
-                    for (int64_t d = 0; d < block.key_dim; d++)
-                        std::memcpy(other + d * dim, matrix + d * dim + column, width * sizeof(float));
-                    now = other;
-                }
-                const float* input = ready + (row.first + i) * size;
-                const float *query = input + key_head * block.key_dim, *key = query + num_keys(block);
-                const float* value = input + 2 * num_keys(block) + head * dim + column;
-                const float *beta = input + num_mixed(block) + head, *decay = beta + block.num_value_heads;
-                const int64_t t = i - row.num_replayed;
-                float* output = t < 0 ? nullptr : heads + (row.token + t) * stride + head * dim + column;
-                const Arrival arrival{query, key, value, *decay, *beta, output};
-                if (width == AT_ONCE)
-                    advance<AT_ONCE / LANES>(block, now, 0, arrival);
-                else
-                    for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
-            }
-        }
+        const auto move = [&](float* now, int64_t column, int64_t width, int64_t i) {
+            const float* input = ready + (row.first + i) * size;
+            const float *query = input + key_head * block.key_dim, *key = query + num_keys(block);
+            const float* value = input + 2 * num_keys(block) + head * dim + column;
+            const float *beta = input + num_mixed(block) + head, *decay = beta + block.num_value_heads;
+            const int64_t t = i - row.num_replayed;
+            float* output = t < 0 ? nullptr : heads + (row.token + t) * stride + head * dim + column;
+            const Arrival arrival{query, key, value, *decay, *beta, output};
+            if (width == COLUMNS_AT_ONCE)
+                advance<COLUMNS_AT_ONCE / LANES>(block, now, 0, arrival);
+            else
+                for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
+        };
+        walk_matrix(row, matrix, block.key_dim, dim, other, move);
         for (int64_t t = row.token; t < row.token + row.num_new; t++) finish(block, t, head, written);
     }
 

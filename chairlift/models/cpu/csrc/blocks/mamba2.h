@@ -6,7 +6,6 @@
 
 template <class T, class W> struct Mamba2 {
     static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
-    static constexpr int64_t AT_ONCE = 64;  // columns of a matrix, which stay in the first-level cache
     static constexpr int64_t CONVOLVED = 128;  // features that a thread convolves at a time
 
     const Stream<T, W>& stream;
@@ -119,28 +118,19 @@ template <class T, class W> struct Mamba2 {
         const int64_t dim = block.head_dim, size = num_ready(block), features = num_features(block);
         const int64_t group = head / (block.num_heads / block.num_groups);
         float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * matrix_size(block);
-        if (row.is_fresh) std::memset((void*)matrix, 0, matrix_size(block) * sizeof(float));
-        for (int64_t column = 0; column < dim; column += AT_ONCE) {
-            const int64_t width = column + AT_ONCE < dim ? AT_ONCE : dim - column;
-            float* now = matrix + column;
-            for (int64_t i = 0; i < row.num_inputs(); i++) {
-                if (i == row.num_stored()) {
-                    for (int64_t n = 0; n < block.state_size; n++)
-                        std::memcpy(other + n * dim, matrix + n * dim + column, width * sizeof(float));
-                    now = other;
-                }
-                const float *input = ready + (row.first + i) * size, *dt = input + num_mixed(block) + head;
-                const float *entering = input + features + group * block.state_size, *x = input + head * dim + column;
-                const int64_t t = i - row.num_replayed;
-                float* output = t < 0 ? nullptr : heads + (row.token + t) * features + head * dim + column;
-                const Arrival arrival{x, entering, entering + num_shared(block), *dt, dt[padded_heads(block)],
-                                      block.skips[head], output};
-                if (width == AT_ONCE)
-                    advance<AT_ONCE / LANES>(block, now, 0, arrival);
-                else
-                    for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
-            }
-        }
+        const auto move = [&](float* now, int64_t column, int64_t width, int64_t i) {
+            const float *input = ready + (row.first + i) * size, *dt = input + num_mixed(block) + head;
+            const float *entering = input + features + group * block.state_size, *x = input + head * dim + column;
+            const int64_t t = i - row.num_replayed;
+            float* output = t < 0 ? nullptr : heads + (row.token + t) * features + head * dim + column;
+            const Arrival arrival{x, entering, entering + num_shared(block), *dt, dt[padded_heads(block)],
+                                  block.skips[head], output};
+            if (width == COLUMNS_AT_ONCE)
+                advance<COLUMNS_AT_ONCE / LANES>(block, now, 0, arrival);
+            else
+                for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
+        };
+        walk_matrix(row, matrix, block.state_size, dim, other, move);
     }
 
     // One token, for one head: x and the output begin with the columns at hand. A replayed one has no output.

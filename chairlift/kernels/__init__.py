@@ -1,0 +1,1 @@
+"""Kernels in Triton for CUDA devices, one per file. They know tensors only: no model, no cache, no request."""

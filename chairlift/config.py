@@ -156,11 +156,13 @@ class EngineConfig(BaseModel):
         "auto",
         description="cache slots: requests that run at the same time; auto: 32 on a CPU; on a GPU as many as fit, up to"
         " 256",
+        json_schema_extra={"synonym": "max_num_seqs"},
     )
     max_seq_len: Count | Auto = Field(
         "auto",
         description="most tokens of a sequence, prompt and answer together; auto: on a CPU the model's maximum, or what"
         " the cache has memory for; on a GPU, where every slot takes memory for all of them, up to 4096",
+        json_schema_extra={"synonym": "max_model_len"},
     )
     kv_cache_memory_bytes: Size | Auto = Field(
         "auto",
@@ -173,6 +175,7 @@ class EngineConfig(BaseModel):
         le=1.0,
         description="share that the cache may take of the memory that is free beside the weights (on a GPU: beside the"
         " weights and what the largest step needs; CUDA graphs live in the rest)",
+        json_schema_extra={"synonym": "gpu_memory_utilization"},
     )
     state_snapshot_bytes: Annotated[int, BeforeValidator(read_size), Field(ge=0)] | Auto = Field(
         "auto",

@@ -1,11 +1,13 @@
 """Command-line flags and environment variables, derived from pydantic models.
 
-A field `max_batch_size` of the command `serve` is the flag `--max-batch-size` and the environment variable
-`CHAIRLIFT_SERVE__MAX_BATCH_SIZE`; the flag wins. The field's description is the flag's help, and the model validates.
-A `ConfigurationError` has one line for each mistake.
+A field `max_batch_size` of the command `serve` is the flag `--max-batch-size`, the environment variable
+`CHAIRLIFT_SERVE__MAX_BATCH_SIZE` and a line of the file that `--config` names; the flag wins over the variable, and the
+variable over the file. The field's description is the flag's help, and the model validates. A `ConfigurationError` has
+one line for each mistake.
 """
 
 import argparse
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +24,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from chairlift.errors import ConfigurationError
+from chairlift.settings_file import read_settings_file
 
 if TYPE_CHECKING:
     from chairlift.__main__ import Command
+
+logger = logging.getLogger(__name__)
 
 _HELP_COLUMN = 32
 _HELP_WIDTH = 110
@@ -42,21 +47,28 @@ _DEMANDS = {  # pydantic's error types, in words that follow "must be"
 }
 _LINKS = ("tcp://", "udp://", "sctp://")  # how values begin that Kubernetes sets for a service of such a name
 _LONGEST = "longest list"  # the last setting whose flag was followed by several words
+_FILE = "config"  # the setting that names a file with others; no command's model has it
+_NEEDLESS = {  # flags of vLLM that say what always holds here
+    "--enable-auto-tool-choice": "tool calls are always read",
+    "--enable-chunked-prefill": "long prompts are always computed in chunks",
+}
 _FORM_ERRORS = ("literal_error", "enum", "missing", "too_long")  # listing the allowed values is enough
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A setting's value as the user wrote it, and where."""
+    """A setting's value as the user wrote it, and where. In a file it may be of another type than text."""
 
-    value: str | list[str]
+    value: Any
     source: str
 
 
 def read_settings(command: "Command", arguments: Sequence[str]) -> tuple[Any, ...]:
     """Makes an instance of each of the command's models. `ConfigurationError` if a setting is wrong."""
     flags = _read_flags(command, arguments)  # first, so that `--help` works even if a variable is wrong
-    given = _read_variables(command) | flags
+    variables = _read_variables(command)
+    named = flags.pop(_FILE, variables.pop(_FILE, None))
+    given = (_read_file(command, Path(named.value)) if named else {}) | variables | flags
     settings: list[BaseModel] = []
     complaints: list[str] = []
     for model in _models_of(command):
@@ -128,7 +140,7 @@ def _holds_several(annotation: Any) -> bool:
 
 
 def _read_variables(command: "Command") -> dict[str, _Given]:
-    names = {_variable(command, setting): setting for setting in fields_of(command)}
+    names = {_variable(command, setting): setting for setting in (*fields_of(command), _FILE)}
     misspelt = {name.replace("__", "_", 1): name for name in names}
     given: dict[str, _Given] = {}
     for variable, text in os.environ.items():
@@ -144,9 +156,49 @@ def _read_variables(command: "Command") -> dict[str, _Given]:
     return given
 
 
+def _read_file(command: "Command", path: Path) -> dict[str, _Given]:
+    synonyms, known = _synonyms(command), fields_of(command)
+    given: dict[str, _Given] = {}
+    for written, value in read_settings_file(path).items():
+        name = synonyms.get(written, written)
+        if name not in known:
+            raise ConfigurationError(f"{path}: unknown setting {written}{_suggestion(written, known)}")
+        if name in given:
+            raise ConfigurationError(f"{path}: {written} and {name} are the same; leave one of them out")
+        if name != written:
+            logger.warning("%s: %s is another program's name for %s", path, written, name)
+        if isinstance(value, str):
+            given[name] = _given(command, name, [value], f"{path}: {name}")
+        else:
+            given[name] = _Given(value, f"{path}: {name}")
+    return given
+
+
+def _synonyms(command: "Command") -> dict[str, str]:
+    """Returns the settings by the names that other programs have for them."""
+    extras = ((name, info.json_schema_extra) for name, info in fields_of(command).items())
+    return {str(extra["synonym"]): name for name, extra in extras if isinstance(extra, dict) and "synonym" in extra}
+
+
+def _in_own_names(command: "Command", arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with other programs' flags replaced by ours, or left out where they change nothing."""
+    synonyms = {_flag(theirs): _flag(ours) for theirs, ours in _synonyms(command).items()}
+    words: list[str] = []
+    for word in arguments:
+        flag, is_joined, value = word.partition("=")
+        if flag in synonyms:
+            logger.warning("%s is another program's name for %s", flag, synonyms[flag])
+            words.append(f"{synonyms[flag]}={value}" if is_joined else synonyms[flag])
+        elif word in _NEEDLESS and command.name == "serve":
+            logger.warning("%s is not needed: %s", word, _NEEDLESS[word])
+        else:
+            words.append(word)
+    return words
+
+
 def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Given]:
     parser = _make_parser(command)
-    namespace, rest = parser.parse_known_intermixed_args(arguments)
+    namespace, rest = parser.parse_known_intermixed_args(_in_own_names(command, arguments))
     _take_argument_from_lists(command, namespace)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
     see_help = f"; see chairlift {command.name} --help"
@@ -186,8 +238,9 @@ def _argument(setting: str) -> str:
 
 def _given(command: "Command", setting: str, texts: Sequence[str], source: str) -> _Given:
     """Splits the values of list and tuple settings at commas."""
-    parts = [part.strip() for part in ",".join(texts).split(",")]
-    return _Given(parts if _holds_several(fields_of(command)[setting].annotation) else texts[-1], source)
+    if setting == _FILE or not _holds_several(fields_of(command)[setting].annotation):
+        return _Given(texts[-1], source)
+    return _Given([part.strip() for part in ",".join(texts).split(",")], source)
 
 
 # Help
@@ -268,10 +321,13 @@ def _make_parser(command: "Command") -> _Parser:
         if name in titles:
             group = parser.add_argument_group(titles[name])
         flags += _add_flag(group, name, info).option_strings
-    parser.flags = flags
+    parser.flags = [*flags, _flag(_FILE)]
     first = next(iter(fields))
     sample = f"A flag is also an environment variable: {_variable(command, first)} for {_flag(first)}."
     parser.epilog = "\n  ".join([f"{sample}\n\nexamples:", *command.examples])
+    file = parser.add_argument_group("file")
+    text = "TOML or YAML file with settings by the names of flags, such as port = 8000; flags and variables win over it"
+    file.add_argument(_flag(_FILE), metavar="FILE", action=_Once, help=text)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
     return parser
 
@@ -315,6 +371,6 @@ def _complaint(command: "Command", setting: str, errors: Sequence[ErrorDetails],
     words = [kind for kind in _kinds(fields_of(command)[setting].annotation) if isinstance(kind, str)]
     demands = [_DEMANDS[each["type"]].format_map(each.get("ctx", {})) for each in errors if each["type"] in _DEMANDS]
     *most, last = dict.fromkeys(demands + words)
-    text = given.value if isinstance(given.value, str) else ",".join(given.value)
+    text = ",".join(map(str, given.value)) if isinstance(given.value, list) else str(given.value)
     wanted = f"{', '.join(most)} or {last}" if most else last
     return f"{given.source} must be {wanted}, not {text!r}{_suggestion(text, words)}"

@@ -55,7 +55,7 @@ def serve(
     from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
 
-    set_up_logging(config.log_format)
+    set_up_logging(config.log_format, config.log_file)
     check_access(config)
     with Listener(config) as listener:
         from chairlift.api import workers

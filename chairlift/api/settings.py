@@ -5,9 +5,9 @@ Importing them loads neither aiohttp nor torch, because the command line reads i
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from chairlift.api.answers import ReasoningFamily, ToolFamily
 from chairlift.api.answers.declared import DeclaredFamily
@@ -41,6 +41,10 @@ class ServerConfig(BaseModel):
     # Address and identity
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    uds: Path | None = Field(
+        None,
+        description="Unix socket to listen on, in place of host and port; who may use it, its directory says",
+    )
     ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
     served_model_name: Annotated[list[Name], BeforeValidator(_as_list)] = Field(
@@ -139,6 +143,17 @@ class ServerConfig(BaseModel):
         " the cache, its size, its hits",
     )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
+    log_file: Path | None = Field(
+        None,
+        description="file that log records are added to, in place of standard error; when another program has renamed"
+        " it, a new one is begun",
+    )
     log_interval: Seconds = Field(
         10.0, description="seconds between two lines about the batch in the log; 0: no such lines"
     )
+
+    @model_validator(mode="after")
+    def _check_uds(self) -> Self:
+        if self.uds is not None and self.api_workers not in (1, "auto"):
+            raise ValueError("--uds has one process for HTTP; leave --api-workers out, or --uds")
+        return self

@@ -9,8 +9,11 @@ import re
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,13 +24,20 @@ from chairlift.api import ServerConfig
 from chairlift.api.pages import WATCH_PATH
 from chairlift.api.server import reporting
 from chairlift.api.telemetry import log
-from chairlift.api.telemetry.log import JsonFormatter, QueuedHandler, TextFormatter, activity_fields, with_fields
+from chairlift.api.telemetry.log import (
+    JsonFormatter,
+    LogFile,
+    QueuedHandler,
+    TextFormatter,
+    activity_fields,
+    with_fields,
+)
 from chairlift.engine.journal import EngineStats, Histogram, Totals
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.engine.async_support import wait_until
-from tests.support.server_process import SERVE, long_stream, running
+from tests.support.server_process import SERVE, long_stream, run_to_end, running, start_python
 
 Log = pytest.LogCaptureFixture
 SECRET = "Zanzibar"
@@ -285,3 +295,45 @@ def test_every_record_is_an_object_of_its_own_from_start_to_end() -> None:
     batches = [entry for entry in entries if entry["message"] == "batch"]
     assert batches
     assert all(entry["running"] <= entry["slots"] for entry in batches)
+
+
+def test_a_log_file_is_added_to_and_begun_anew_when_it_was_renamed(tmp_path: Path) -> None:
+    path, renamed = tmp_path / "log", tmp_path / "log.1"
+    path.write_text("earlier\n", encoding="utf-8")
+    handler = QueuedHandler(LogFile(path))
+    handler.emit(record_of("first"))
+    handler.flush()
+    path.rename(renamed)
+    for text in ("second", "third"):
+        handler.emit(record_of(text))
+    handler.flush()
+    assert renamed.read_text(encoding="utf-8") == "earlier\nfirst\n"
+    assert path.read_text(encoding="utf-8") == "second\nthird\n"
+
+
+def test_a_server_writes_its_log_to_a_file(tmp_path: Path) -> None:
+    path, stderr = tmp_path / "log", tmp_path / "stderr"
+    with stderr.open("wb") as stream:
+        flags = ["serve", "--port", "0", "--num-threads", "1", "--log-file", str(path)]
+        server = start_python(SERVE, flags, os.environ, stream.fileno())
+        try:
+            assert wait_for(lambda: path.exists() and "serving on" in path.read_text(encoding="utf-8"))
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
+    assert "engine ready" in path.read_text(encoding="utf-8")
+    assert stderr.read_bytes() == b""
+
+
+def wait_for(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_a_log_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    code, said = run_to_end("serve", "--log-file", str(tmp_path / "missing" / "log"))
+    assert (code, said.count("\n")) == (2, 1)
+    assert f"log_file {tmp_path / 'missing' / 'log'} cannot be written to: No such file or directory" in said

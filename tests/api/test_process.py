@@ -45,6 +45,8 @@ def test_a_fresh_interpreter_serves() -> None:
         (["--model", "/nowhere", "--api-key-file", "/no/keys"], "api_key_file /no/keys cannot be read: No such file"),
         (["--model", "/nowhere", "--max-body-bytes", "0"], "--max-body-bytes must be at least 1, not '0'"),
         (["--model", "/nowhere", "--idle-timeout", "0"], "--idle-timeout must be above 0, not '0'"),
+        (["--model", "/nowhere", "--uds", "/nowhere/socket"], "cannot listen on /nowhere/socket: No such file or"),
+        (["--uds", "/tmp/socket", "--api-workers", "2"], "--uds has one process for HTTP; leave --api-workers out"),
         (["--model", "/nowhere", "--port", "0"], "'/nowhere' is neither a directory"),
         # And what only a model tells.
         (["--port", "0", "--max-seq-len", "100000"], "max_seq_len 100000 is more than the model's 2048 positions"),
@@ -77,6 +79,25 @@ async def test_all_addresses_of_a_name_are_taken_at_one_port_and_who_listens_fir
                 late.accept(asyncio.Protocol)
         with pytest.raises(ConfigurationError, match=words):
             Listener(config)
+
+
+def test_a_unix_socket_is_served_and_removed_and_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with closing(socket.socket(socket.AF_UNIX)) as dead:
+        dead.bind(str(path))
+    with running(SERVE, "--uds", str(path)) as process:
+        assert process.url == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=20) as client:
+            assert client.get("http://localhost/v1/models").json()["object"] == "list"
+            assert client.get("http://example.org/v1/models").status_code == 403
+        code, said = run_to_end("serve", "--uds", str(path))
+        assert (code, said) == (
+            2,
+            f"chairlift: error: cannot listen on {path}: Address already in use; choose another --uds\n",
+        )
+        process.popen.terminate()
+        assert process.exit_code() == 0
+    assert not path.exists()
 
 
 def test_keys_of_the_environment_are_asked_for_and_never_logged() -> None:

@@ -101,7 +101,7 @@ def _address(stream: IO[str], log: list[str]) -> str:
     """Reads the log up to the line that says where the server listens."""
     for line in stream:
         log.append(line)
-        if found := re.search(r"serving on (https?://\S+)", line):
+        if found := re.search(r"serving on (https?://\S+|unix:/\S+)", line):
             return found.group(1)
     raise AssertionError(f"the server did not start: {''.join(log)}")
 

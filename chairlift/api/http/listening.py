@@ -36,7 +36,8 @@ class Listener:
         self._config = config
         self._tls = tls_context(config)
         with _naming_the_address(config):
-            self.sockets = _bind(config.host, config.port, is_shared)
+            file = config.uds
+            self.sockets = _bind(config.host, config.port, is_shared) if file is None else [_bind_file(file)]
         self._last_alarm = -_ALARM_INTERVAL_S
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it accepts connections
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -63,6 +64,8 @@ class Listener:
                 self._loop.remove_reader(each)
             each.close()
         self._loop = None
+        if self._config.uds is not None:
+            self._config.uds.unlink(missing_ok=True)
 
     def _accept_some(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
         """Accepts a few at a time: the loop's own servers accept all pending ones, and then read from all at once."""
@@ -125,6 +128,8 @@ class Listener:
     @property
     def url(self) -> str:
         """The address of the first socket, as clients write it."""
+        if self._config.uds is not None:
+            return f"unix:{self._config.uds}"
         host, port = self.sockets[0].getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -132,6 +137,8 @@ class Listener:
     @property
     def is_open_to_others(self) -> bool:
         """True if any socket can be reached from another machine."""
+        if self._config.uds is not None:
+            return False
         hosts = [each.getsockname()[0].partition("%")[0] for each in self.sockets]
         return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
 
@@ -154,10 +161,11 @@ def _naming_the_address(config: ServerConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where, flags = f"{config.host}:{config.port}", "--host or --port"
+        if config.uds is not None:
+            where, flags = str(config.uds), "--uds"
         reason = error.strerror or error
-        raise ConfigurationError(
-            f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
-        ) from error
+        raise ConfigurationError(f"cannot listen on {where}: {reason}; choose another {flags}") from error
 
 
 def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
@@ -187,6 +195,23 @@ def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
     if missing is not None and not sockets:
         raise missing
     return sockets
+
+
+def _bind_file(path: Path) -> socket.socket:
+    """A Unix socket of that name, which takes the place of one that a killed server has left."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and bound.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        bound.close()
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        bound.bind(str(path))
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

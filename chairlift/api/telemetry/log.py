@@ -10,6 +10,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import queue
 import re
 import sys
@@ -17,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from chairlift.api import LogFormat
 from chairlift.api.telemetry.observation import Observation
+from chairlift.errors import ConfigurationError
 
 if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine
     from chairlift.engine.journal import EngineStats
@@ -77,9 +80,9 @@ class QueuedHandler(logging.Handler):
     there is room again.
     """
 
-    def __init__(self, stream: TextIO, max_records: int = _MAX_QUEUED_RECORDS) -> None:
+    def __init__(self, stream: TextIO | io.RawIOBase, max_records: int = _MAX_QUEUED_RECORDS) -> None:
         super().__init__()
-        self._stream = _unbuffered(stream)
+        self._stream = stream if isinstance(stream, io.RawIOBase) else _unbuffered(stream)
         self._queue: queue.Queue[str] = queue.Queue(max_records)
         self._num_dropped = 0
         self._num_told = 0  # of the dropped ones, how many the log has reported
@@ -127,6 +130,32 @@ class QueuedHandler(logging.Handler):
             self._num_dropped += 1  # the reader is gone; there is nowhere else to report it
 
 
+class LogFile(io.RawIOBase):
+    """A file that records are added to. When it has been renamed or deleted, as by logrotate, a new one is begun."""
+
+    def __init__(self, path: Path) -> None:
+        """`ConfigurationError` if it cannot be written to."""
+        self._path = path
+        try:
+            self._file = io.FileIO(path, "a")
+        except OSError as error:
+            raise ConfigurationError(f"log_file {path} cannot be written to: {error.strerror}") from error
+
+    def write(self, data: Any) -> int:
+        """Adds bytes and returns how many. OSError if the file cannot be opened anew."""
+        if not self._is_in_place():
+            renewed = io.FileIO(self._path, "a")
+            self._file.close()
+            self._file = renewed
+        return self._file.write(data)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+
 def _unbuffered(stream: TextIO) -> TextIO | io.RawIOBase:
     """The unbuffered file: the interpreter locks buffers, and at exit it would wait for a thread that blocks in one."""
     try:
@@ -135,9 +164,12 @@ def _unbuffered(stream: TextIO) -> TextIO | io.RawIOBase:
         return stream
 
 
-def set_up_logging(log_format: LogFormat = LogFormat.TEXT) -> None:
-    """Sends records and Python's warnings to standard error, unless the root logger has a handler already."""
-    handler = QueuedHandler(sys.stderr)
+def set_up_logging(log_format: LogFormat = LogFormat.TEXT, log_file: Path | None = None) -> None:
+    """Sends records and Python's warnings to the file, or else standard error, unless the root logger has a handler.
+
+    `ConfigurationError` if the file cannot be written to.
+    """
+    handler = QueuedHandler(sys.stderr if log_file is None else LogFile(log_file))
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)

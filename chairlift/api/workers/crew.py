@@ -52,6 +52,8 @@ def choose_size(config: ServerConfig, engine: ResolvedConfig) -> int:
     """The number of workers; 1: none, because the engine's process serves requests itself."""
     if config.api_workers != "auto":
         return config.api_workers
+    if config.uds is not None:  # the system does not spread its connections
+        return 1
     is_worth_it = engine.device != "cpu" and IS_POSSIBLE
     return -(-engine.max_batch_size // ROWS_PER_WORKER) if is_worth_it else 1
 

@@ -116,7 +116,7 @@ def work(parent: socket.socket, run: Callable[[Coroutine[Any, Any, int]], int]) 
     try:
         welcome = read_message(parent)
         assert isinstance(welcome, Welcome), "the first message"
-        set_up_logging(welcome.config.log_format)
+        set_up_logging(welcome.config.log_format, welcome.config.log_file)
         code = run(_serve(parent, welcome))
     except ConfigurationError as error:
         logger.error("an API worker cannot start: %s", error)

@@ -1,4 +1,7 @@
-"""The command line: `chairlift serve`, `chat`, `generate`, `bench` and `compare`. Slow imports wait until needed."""
+"""The command line: `chairlift serve`, `chat`, `generate`, `run-batch`, `bench` and `compare`.
+
+Slow imports wait until needed.
+"""
 
 import contextlib
 import logging
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from chairlift.api import ServerConfig
+    from chairlift.batch import BatchConfig
     from chairlift.chat import AnswerConfig, ChatConfig
     from chairlift.compare.config import CompareConfig
     from chairlift.config import EngineConfig
@@ -107,6 +111,15 @@ def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
             outputs = llm.generate(config.prompt, params)
     sys.stdout.write(outputs[0].outputs[0].text + "\n")
     return 0
+
+
+def run_batch(config: "BatchConfig", engine_config: "EngineConfig") -> int:
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.batch.command import run
+
+    set_up_logging()
+    logging.getLogger().setLevel(logging.WARNING)
+    return run(config, engine_config, _loop_factory())
 
 
 def bench(config: "BenchConfig") -> int:
@@ -201,6 +214,17 @@ _COMMANDS = (
         positionals=("prompt",),
     ),
     Command(
+        run_batch,
+        "run-batch",
+        "Answer every request of a file, in the format of OpenAI's batches; goes on where it stopped.",
+        models=("chairlift.batch:BatchConfig", _ENGINE),
+        groups={"batch": "input_file"} | _ENGINE_GROUPS,
+        examples=(
+            "chairlift run-batch -i requests.jsonl -o replies.jsonl --model smollm2",
+            "chairlift run-batch -i requests.jsonl -o replies.jsonl --url http://127.0.0.1:8000",
+        ),
+    ),
+    Command(
         bench,
         "bench",
         "Load-test any OpenAI-compatible server.",
@@ -237,6 +261,7 @@ commands:
   serve [MODEL]      serve a model over HTTP, with an OpenAI-style API
   chat [MODEL]       talk with a model in the terminal, its own or a server's
   generate PROMPT    answer one prompt on standard output
+  run-batch          answer every request of a file
   bench              load-test any OpenAI-compatible server
   compare REFERENCE CANDIDATE
                      measure the divergence between two models, files, formats or servers

@@ -10,6 +10,11 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 from pydantic_core import PydanticCustomError
 
 
+def as_list(given: object) -> object:
+    """Makes a list of a single text, for settings that hold several."""
+    return [given] if isinstance(given, str) else given
+
+
 def read_size(given: object) -> object:
     """Bytes of a text such as 8GB (8 * 10^9) or 512MiB (512 * 2^20); what is not a text stays as it is."""
     if not isinstance(given, str):

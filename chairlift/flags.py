@@ -97,7 +97,7 @@ def _fields_of_model(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _variable(command: "Command", setting: str) -> str:
-    return f"CHAIRLIFT_{command.name}__{setting}".upper()
+    return f"CHAIRLIFT_{command.name}__{setting}".upper().replace("-", "_")
 
 
 def _flag(setting: str) -> str:

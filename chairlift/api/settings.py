@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, m
 
 from chairlift.api.answers import ReasoningFamily, ToolFamily
 from chairlift.api.answers.declared import DeclaredFamily
-from chairlift.config import Size
+from chairlift.config import Size, as_list
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
 """The environment variable that holds API keys, separated by commas."""
@@ -22,10 +22,6 @@ class LogFormat(StrEnum):
 
     TEXT = "text"
     JSON = "json"
-
-
-def _as_list(given: object) -> object:
-    return [given] if isinstance(given, str) else given
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -47,7 +43,7 @@ class ServerConfig(BaseModel):
     )
     ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
-    served_model_name: Annotated[list[Name], BeforeValidator(_as_list)] = Field(
+    served_model_name: Annotated[list[Name], BeforeValidator(as_list)] = Field(
         [],
         description="the model's name for clients, if not that of --model; of several names each is served, and replies"
         " have the first",

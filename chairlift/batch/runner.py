@@ -1,0 +1,65 @@
+"""Makes the requests of a batch, a number of them at a time, and hands over each reply as it comes."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+
+import aiohttp
+
+from chairlift.batch.lines import BatchRequest, Reply
+
+_BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_NUM_TRIES = 5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+
+
+async def make_requests(
+    requests: Iterator[BatchRequest],
+    session: aiohttp.ClientSession,
+    url: str,
+    concurrency: int,
+    note: Callable[[BatchRequest, Reply], None],
+) -> None:
+    """Makes all requests of the server at `url`. `note` gets each reply, in the order in which they come.
+
+    A busy server (429, 503) and one that cannot be reached are asked again a few times.
+    """
+
+    async def work() -> None:
+        for request in requests:  # shared: each takes the next one
+            note(request, await _ask(session, url, request))
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(concurrency):
+            workers.create_task(work())
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, request: BatchRequest) -> Reply:
+    reply, wait_s = Reply(0, None, "not asked"), _FIRST_WAIT_S
+    for attempt in range(_NUM_TRIES):
+        if attempt:
+            await asyncio.sleep(wait_s)
+        wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+        try:
+            async with session.post(f"{url}{request.url}", json=request.body) as response:
+                text = await response.text()
+                reply = _read(response, text)
+                if response.status not in _BUSY:
+                    return reply
+                wait_s = max(wait_s, _seconds(response.headers.get("Retry-After")))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reply = Reply(0, None, str(error) or type(error).__name__)
+    return reply
+
+
+def _read(response: aiohttp.ClientResponse, text: str) -> Reply:
+    try:
+        body = json.loads(text)
+    except ValueError:  # a proxy's page, for instance
+        return Reply(response.status, None, f"status {response.status}, and no JSON: {text[:200]}")
+    return Reply(response.status, body, request_id=response.headers.get("X-Request-Id", ""))
+
+
+def _seconds(written: str | None) -> float:
+    return min(_LONGEST_WAIT_S, float(written)) if written is not None and written.isdecimal() else 0.0

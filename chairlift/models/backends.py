@@ -11,7 +11,7 @@ import torch
 from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
-from chairlift.models.attention import Backend, Forward, flash, torch_sdpa
+from chairlift.models.attention import Backend, Forward, flash, flash_builds, torch_sdpa
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -38,7 +38,7 @@ def find_obstacle(
         case AttentionBackend.CPU:
             return cpu.find_obstacle(model, dtype, device, num_ranks)
         case AttentionBackend.FLASH_ATTN:
-            return flash.find_obstacle(model.head_dims, dtype, device)
+            return flash_builds.find_obstacle(model.attention, model.head_dims, dtype, device)
         case AttentionBackend.TORCH:
             return None
 
@@ -50,7 +50,8 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
     """
     if name is AttentionBackend.FLASH_ATTN:
         try:
-            return flash.load_flash_attn(model.attention, device)
+            demands = flash_builds.Demands.of(model.attention, model.head_dims, is_float16=dtype is torch.float16)
+            return flash.load_flash_attn(model.attention, demands, device)
         except ImportError as error:
             raise ConfigurationError(
                 f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"

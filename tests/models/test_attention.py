@@ -28,6 +28,7 @@ DECODE, PREFILL, MIXED = support.DECODE, support.PREFILL, [*support.DECODE, *sup
 in_every_batch = pytest.mark.parametrize("rows", support.BATCHES.values(), ids=support.BATCHES.keys())
 in_every_phase = pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
 PLAIN = support.plain(HEAD_DIM)
+VERSION_3_MODULES = {"flash_attn_3": "flash_attn_interface", "fa3_fwd": "fa3_fwd_interface"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,15 @@ class Loaded:
             return TorchBackend(self.layers, is_in_place=self.name == "torch_in_place")
         if self.name == "torch_varlen":
             return flash.TorchVarlenBackend(self.layers)
-        return (flash.FlashAttn3Backend if self.name == "flash_attn_3" else flash.FlashAttnBackend)(self.layers)
+        if self.name in VERSION_3_MODULES:
+            if self.name == "fa3_fwd" and any(layer.window is not None for layer in self.layers.values()):
+                pytest.skip("this build has no windows")
+            return flash.FlashAttn3Backend(self.layers, VERSION_3_MODULES[self.name])
+        return flash.FlashAttnBackend(self.layers)
 
     def tokens(self, rows: list[Row], heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tokens:
+        if self.name == "fa3_fwd" and dtype is torch.float16:
+            pytest.skip("this build has no kernels for float16")
         return support.random_tokens(rows, heads, kv_heads, HEAD_DIM, dtype).to(self.device)
 
     def cache(self, rows: list[Row], tokens: Tokens, background: float = 0.0) -> ContinuousBatchingKVCacheManager:
@@ -75,9 +82,10 @@ KERNELS: dict[str, list[pytest.MarkDecorator]] = {
     "torch_varlen": [pytest.mark.skipif(not has_varlen, reason="needs torch's ragged kernels (torch 2.12)")],
     "torch_copied": [],
 }
+ON_GPU = {**KERNELS, "fa3_fwd": [needs_package("fa3_fwd_interface")]}
 RECORDABLE = [  # in CUDA graphs
     *(pytest.param((name, "cpu"), id=f"{name}, reference") for name in KERNELS),
-    *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *KERNELS[name]]) for name in KERNELS),
+    *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *ON_GPU[name]]) for name in ON_GPU),
 ]
 CASES = [*RECORDABLE, pytest.param(("torch_in_place", "cpu"), id="torch_in_place")]  # only a CPU reads slots in place
 
@@ -207,12 +215,32 @@ def test_version_3_splits_the_keys_of_rows_that_decode_and_of_no_others(kind: st
         calls.append((len(query), num_splits))
         return query
 
-    with flash_attn_reference.module("flash_attn_interface", {"flash_attn_with_kvcache": note}):
+    functions = {**flash_attn_reference.VERSION_3, "flash_attn_with_kvcache": note}
+    with flash_attn_reference.module("flash_attn_interface", functions):
         loaded = Loaded("flash_attn_3", torch.device("cpu"))
         loaded.attend(rows, loaded.tokens(rows))
     of_decode, of_prefill = (len(DECODE), 0), (sum(row.num_new for row in PREFILL), 1)
     expected = {"decode": [of_decode], "prefill": [of_prefill], "mixed": [of_decode, of_prefill]}
     assert calls == expected[kind]
+
+
+@pytest.mark.parametrize(("windows", "num_plans"), [((None, None, None), 1), ((5, None, 5), 2)])
+def test_version_3_plans_once_for_all_layers_of_a_kind(windows: list[int | None], num_plans: int) -> None:
+    plans: list[torch.Tensor] = []
+
+    def note(*args: Any, **named: Any) -> torch.Tensor:
+        plans.append(flash_attn_reference.get_scheduler_metadata(*args, **named))
+        return plans[-1]
+
+    functions = {**flash_attn_reference.VERSION_3, "get_scheduler_metadata": note}
+    with flash_attn_reference.module("flash_attn_interface", functions):
+        loaded = Loaded("flash_attn_3", torch.device("cpu"), support.layers(0.125, windows))
+        tokens = loaded.tokens(DECODE)
+        (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
+        attend_layer = loaded.backend.prepare(loaded.batch(DECODE), collection)
+        for layer_idx in range(support.NUM_LAYERS):
+            attend_layer(layer_idx, *tokens.new_parts(DECODE))
+    assert len(plans) == num_plans
 
 
 @pytest.mark.parametrize(("rows", "num_splits"), [(DECODE, 1), (LONG[:4], 0)], ids=["a page", "more"])
@@ -243,7 +271,7 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
 
 
 @in_every_phase
-@pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU[name]) for name in ON_GPU])
 @needs_gpu
 def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
     loaded = Loaded(name, torch.device("cuda"))
@@ -255,7 +283,7 @@ def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
     assert_near_reference(output, tokens, rows)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU[name]) for name in ON_GPU])
 @needs_gpu
 def test_a_captured_decode_step_serves_other_slots_and_lengths(name: str) -> None:
     loaded = Loaded(name, torch.device("cuda"))

@@ -1,8 +1,8 @@
 """What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from chairlift.config import AttentionBackend, DType
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu, find_obstacle, load_backend
-from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
+from chairlift.models.attention.flash import is_varlen_available
+from chairlift.models.attention.flash_builds import Demands, find_flash_attn
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
+    VERSION_3,
     flash_attn_3_with_kvcache,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -29,6 +31,10 @@ from tests.support.shapes import varied
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 CUDA = torch.device("cuda")
 Arguments = dict[str, Any]
+OnGpu = Callable[[tuple[int, int]], None]
+
+
+PLAIN = Demands(head_dims=(64,), is_float16=False, has_windows=False, has_softcaps=False)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +47,52 @@ Arguments = dict[str, Any]
 )
 def test_version_3_is_used_on_hopper_and_version_2_elsewhere(missing: str | None, names: list[str | None]) -> None:
     with installed(), module(missing, None) if missing else nullcontext():
-        assert [find_flash_attn(capability) for capability in (AMPERE, HOPPER, BLACKWELL)] == names
+        assert [find_flash_attn(capability, PLAIN) for capability in (AMPERE, HOPPER, BLACKWELL)] == names
 
 
-OnGpu = Callable[[tuple[int, int]], None]
+LEFT_OUT = ("FP16", "LOCAL", "PAGEDKV", "HDIM256")
+
+
+@pytest.fixture
+def wheel() -> Iterator[None]:
+    """Of version 3, only a wheel is installed that lacks some kernels, beside version 2."""
+    flags = {f"FLASHATTENTION_DISABLE_{what}": what in LEFT_OUT for what in (*LEFT_OUT, "SOFTCAP", "HDIM192")}
+    wheels = module("fa3_fwd_interface", VERSION_3), module("fa3_fwd_config", {"CONFIG": {"build_flags": flags}})
+    with installed(), module("flash_attn_interface", None), wheels[0], wheels[1]:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("demands", "name"),
+    [
+        ({}, "fa3_fwd_interface"),
+        ({"has_softcaps": True, "head_dims": (128, 192)}, "fa3_fwd_interface"),
+        ({"is_float16": True}, "flash_attn"),
+        ({"has_windows": True}, "flash_attn"),
+        ({"head_dims": (64, 200)}, "flash_attn"),
+    ],
+)
+@pytest.mark.usefixtures("wheel")
+def test_a_build_is_used_only_for_what_it_has_kernels_for(demands: Arguments, name: str) -> None:
+    assert find_flash_attn(HOPPER, replace(PLAIN, **demands)) == name
+
+
+@pytest.mark.usefixtures("wheel")
+def test_without_any_other_build_its_lack_is_an_obstacle(on_gpu: OnGpu) -> None:
+    on_gpu(HOPPER)
+    with module("flash_attn", None):
+        assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") is None
+        assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.FLOAT16, "cuda:0") == (
+            "fa3_fwd_interface was built without kernels for float16, and flash-attn 2 is not installed"
+            " (pip install 'chairlift[flash]')"
+        )
+
+
+@pytest.mark.usefixtures("wheel")
+def test_the_wheel_s_kernels_are_called_as_those_built_from_source(on_gpu: OnGpu) -> None:
+    on_gpu(HOPPER)
+    backend = load_backend(AttentionBackend.FLASH_ATTN, BASE, torch.bfloat16, CUDA)
+    assert type(backend).__name__ == "FlashAttn3Backend"
 
 
 @pytest.fixture
@@ -153,7 +201,7 @@ def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch:
 )
 def test_a_gpu_that_is_too_old_or_without_the_package(capability: tuple[int, int], said: str, on_gpu: OnGpu) -> None:
     on_gpu(capability)
-    with module("flash_attn", None), module("flash_attn_interface", None):
+    with module("flash_attn", None), module("flash_attn_interface", None), module("fa3_fwd_interface", None):
         assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") == said
 
 
@@ -187,6 +235,7 @@ def varlen_arguments() -> Arguments:
 def ragged_arguments() -> Arguments:
     new = {"q": random(5, 4, 16), "k": random(5, 2, 16), "v": random(5, 2, 16)}
     offsets = {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k_new": int32(0, 2, 5), "max_seqlen_q": 3, "num_splits": 1}
+    offsets["scheduler_metadata"] = None
     return {**decode_arguments(), **new, **offsets, "cache_seqlens": int32(5, 253)}
 
 
@@ -223,6 +272,7 @@ SPOILED: dict[Callable[[], Arguments], list[Arguments]] = {
         *({"cu_seqlens_k_new": int32(0, 2, 4)}, {"cu_seqlens_q": int32(0, 0, 5)}),
         *({"max_seqlen_q": 2}, {"max_seqlen_q": 257}),
         {"cache_batch_idx": int32(1, 1)},
+        {"scheduler_metadata": int32(1)},
     ],
 }
 

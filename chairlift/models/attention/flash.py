@@ -6,54 +6,29 @@ than 3 would give a decode row one block of threads per head, however long its c
 too, but reserves results of all queries for as many splits as one row could have: for prompts, gigabytes.
 """
 
-import importlib.util
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.config import DType
 from chairlift.models.attention.backend import Attend, AttentionConfig, Backend, BatchMetadata, find_head_obstacle
 from chairlift.models.attention.batches import append_tokens, key_lengths, prepare_apart, view_length
+from chairlift.models.attention.flash_builds import HEAD_DIM_ALIGNMENT, Demands, find_flash_attn, is_version_3
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
 
-_HEAD_DIM_ALIGNMENT = 8
-_FLASH_ATTN_2, _FLASH_ATTN_3 = "flash_attn", "flash_attn_interface"  # modules
-_AMPERE = (8, 0)  # compute capability of the first GPUs that flash-attn runs on
-_HOPPER = 9  # major one of those that version 3 was written for
 _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
 
 
-def find_obstacle(head_dims: Iterable[int], dtype: DType, device: str) -> str | None:
-    """Says why flash-attn cannot run a model of that shape and format on that device; None if it can."""
-    if device == "cpu":
-        return "it runs on a CUDA device, and the device is cpu"
-    if dtype is DType.FLOAT32:
-        return f"it computes in bfloat16 or float16, not {dtype}"
-    if obstacle := find_head_obstacle(head_dims, _HEAD_DIM_ALIGNMENT):
-        return obstacle
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _AMPERE:
-        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
-    if find_flash_attn(capability) is None:
-        return "the package flash-attn is not installed (pip install 'chairlift[flash]')"
-    return None
-
-
-def find_flash_attn(capability: tuple[int, int]) -> str | None:
-    """The module of flash-attn to use on a GPU of that compute capability: version 3 on Hopper if it is installed,
-    else version 2; None if there is none. Nothing is imported."""
-    wanted = (_FLASH_ATTN_3, _FLASH_ATTN_2) if capability[0] == _HOPPER else (_FLASH_ATTN_2,)
-    return next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
-
-
-def load_flash_attn(layers: Mapping[int, AttentionConfig], device: torch.device) -> Backend:
-    """The installed version for that device. ImportError if it does not load."""
-    is_version_3 = find_flash_attn(torch.cuda.get_device_capability(device)) == _FLASH_ATTN_3
-    return FlashAttn3Backend(layers) if is_version_3 else FlashAttnBackend(layers)
+def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> Backend:
+    """The installed version for that device, of which there must be one. ImportError if it does not load."""
+    module = find_flash_attn(torch.cuda.get_device_capability(device), demands)
+    if module is not None and is_version_3(module):
+        return FlashAttn3Backend(layers, module)
+    return FlashAttnBackend(layers)
 
 
 def is_varlen_available(head_dims: Iterable[int], dtype: torch.dtype, *, has_softcap: bool = False) -> bool:
@@ -63,7 +38,7 @@ def is_varlen_available(head_dims: Iterable[int], dtype: torch.dtype, *, has_sof
     heads of a group are rows.
     """
     is_taken = not has_softcap and dtype in (torch.bfloat16, torch.float16)
-    if not is_taken or find_head_obstacle(head_dims, _HEAD_DIM_ALIGNMENT):
+    if not is_taken or find_head_obstacle(head_dims, HEAD_DIM_ALIGNMENT):
         return False
     from torch.nn.attention import varlen
 
@@ -134,19 +109,25 @@ class FlashAttnBackend:
 
 
 class FlashAttn3Backend:
-    """Version 3: a ragged call appends to the slots and attends to what they then hold."""
+    """Version 3: a ragged call appends to the slots and attends to what they then hold.
 
-    def __init__(self, layers: Mapping[int, AttentionConfig]) -> None:
-        from flash_attn_interface import flash_attn_with_kvcache
+    Before such a call a kernel plans how keys are split among blocks. In a step that decodes, all layers of a kind have
+    one plan. Prompts' keys are not split, and their calls plan for themselves, which takes as long as to reset a plan.
+    """
 
-        self._kernel: Any = flash_attn_with_kvcache
+    def __init__(self, layers: Mapping[int, AttentionConfig], module: str = "flash_attn_interface") -> None:
+        """`module`: the build's name."""
+        build: Any = importlib.import_module(module)
+        self._kernel, self._plan = build.flash_attn_with_kvcache, build.get_scheduler_metadata
         self._options = _options(layers)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         if 0 < batch.num_decode_rows < len(batch.slots):
             return prepare_apart(self.prepare, batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
-        num_splits = _SPLITS_AS_IT_SEES_FIT if cache.max_seq_length == 1 else 1  # prompts make enough blocks
+        num_splits, plan = 1, None  # prompts make enough blocks
+        if cache.max_seq_length == 1:
+            num_splits, plan = _SPLITS_AS_IT_SEES_FIT, self._plan_decode(batch, cache, longest)
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
@@ -161,12 +142,45 @@ class FlashAttn3Backend:
                 cu_seqlens_k_new=batch.row_offsets,
                 max_seqlen_q=cache.max_seq_length,
                 causal=True,
+                scheduler_metadata=None if plan is None else plan(layer_idx, query, key),
                 num_splits=num_splits,
                 **self._options[layer_idx],
             )
             return torch.as_tensor(output)
 
         return attend
+
+    def _plan_decode(
+        self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, longest: int
+    ) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The function that gives a layer its plan, int32, computed when the first layer of its kind asks for it."""
+        plans: dict[tuple[object, ...], torch.Tensor] = {}
+
+        def plan(layer_idx: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            options = self._options[layer_idx]
+            num_heads, head_dim = query.shape[1:]
+            kind = num_heads, key.shape[1], head_dim, options["window_size"], bool(options["softcap"])
+            if kind not in plans:
+                plans[kind] = self._plan(
+                    len(batch.slots),
+                    1,
+                    longest,
+                    num_heads,
+                    key.shape[1],
+                    head_dim,
+                    cache.cache_lengths,
+                    qkv_dtype=query.dtype,
+                    cu_seqlens_q=batch.row_offsets,
+                    cu_seqlens_k_new=batch.row_offsets,
+                    max_seqlen_k_new=1,
+                    causal=True,
+                    window_size=options["window_size"],
+                    has_softcap=bool(options["softcap"]),
+                    num_splits=_SPLITS_AS_IT_SEES_FIT,
+                )
+            return plans[kind]
+
+        return plan
 
 
 class TorchVarlenBackend:

@@ -45,6 +45,13 @@ class SlotStates:
     num_new: tuple[int, ...]  # by row
     num_replayed: tuple[int, ...]  # by row: pending inputs to apply before those of the new tokens
     num_tentative: tuple[int, ...]  # by row
+    counts: torch.Tensor | None = None  # int32 [2, rows]: the last two, on the device, for a graph that is recorded
+
+    def place(self, layer_idx: int) -> StatePlace:
+        """Locates the state of a layer that has one."""
+        place = self.places[layer_idx]
+        assert place is not None, f"layer {layer_idx} has no state"
+        return place
 
     def next_step(self) -> "SlotStates":
         """Returns what the next step of a launch sees, in which every row has one new token."""
@@ -92,6 +99,10 @@ class StateMemory:
             num_replayed=reservation.num_replayed,
             num_tentative=reservation.num_tentative,
         )
+
+    def view_recorded(self, counts: torch.Tensor) -> SlotStates:
+        """Returns what a graph sees while it is recorded: no numbers of rows, only tensors. `counts`: see there."""
+        return SlotStates(self.live, self.pending, self._places, (), (), (), (), (), counts)
 
     def copy(self, source: int, target: int) -> None:
         """Copies the state of one row to another."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.models import ragged_recurrence
 from chairlift.models.attention import Backend, BatchMetadata, Forward, token_slots, torch_sdpa
 from chairlift.models.blocks import Pass, Residual
 from chairlift.models.decoder import Decoder
-from chairlift.models.recurrence import prepare, prepare_part, prepare_without_states
+from chairlift.models.recurrence import Recur, prepare, prepare_part, prepare_without_states
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
@@ -22,19 +23,25 @@ _TILE_SIZES = (16, 8, 4, 2, 1)
 _NUM_PROBED_LAYERS = 64  # a difference shows in about every fourth pass through a layer, so 64 passes miss none
 
 
+Drive = Callable[[BatchMetadata, ContinuousBatchingKVCacheCollection], Recur]
+"""Prepares what moves the recurrent states of a batch."""
+
+
 class TorchForward:
     """A decoder of any kind in torch, with an attention backend, as one piece."""
 
-    def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend) -> None:
+    def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend, drive: Drive | None = None) -> None:
+        """`drive` None: what suits the model's device."""
         self._model = model
         self._attention = attention
+        self._drive = drive or _choose_drive(model.device)
 
     def hidden(
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
     ) -> torch.Tensor:
         """See `Forward`."""
         attend = self._attention.prepare(batch, cache)
-        states = () if cache.states is None else (prepare(cache.states),)
+        states = () if cache.states is None else (self._drive(batch, cache),)
         hidden: torch.Tensor = self._model(input_ids, batch.positions, attend, *states)
         return hidden
 
@@ -96,8 +103,8 @@ class Stage:
 class PiecewiseForward(TorchForward):
     """A family's decoder in torch: a `LayeredForward`."""
 
-    def __init__(self, model: Decoder, attention: Backend) -> None:
-        super().__init__(model, attention)
+    def __init__(self, model: Decoder, attention: Backend, drive: Drive | None = None) -> None:
+        super().__init__(model, attention, drive)
         self._decoder = model
 
     @property
@@ -107,7 +114,7 @@ class PiecewiseForward(TorchForward):
     def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:
         """See `LayeredForward`."""
         attend = self._attention.prepare(batch, cache)
-        recur = None if cache.states is None else prepare(cache.states)
+        recur = None if cache.states is None else self._drive(batch, cache)
         return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend, recur))
 
     def run(self, stage: Stage, first_layer: int, count: int) -> Stage:
@@ -157,6 +164,17 @@ class InvariantForward:
         starts = range(0, num_rows, self._tile_size)
         tiles = [torch.arange(start, start + self._tile_size).clamp_(max=num_rows - 1) for start in starts]
         return torch.cat([run(tile) for tile in tiles])[:num_rows]
+
+
+def _choose_drive(device: torch.device) -> Drive:
+    if device.type != "cpu" and ragged_recurrence.is_available():
+        return ragged_recurrence.prepare
+    return _drive_by_token
+
+
+def _drive_by_token(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Recur:  # noqa: ARG001
+    assert cache.states is not None, "no layer has a state"
+    return prepare(cache.states)
 
 
 def _run_alone(model: "Decoder | AdaptedDecoder", input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

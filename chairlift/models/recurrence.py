@@ -1,7 +1,8 @@
 """Drives recurrent layers: takes each row's state through its tokens, one after the other, in float32.
 
 A block says what a single token does to a state (`Step`). The rest is here, and the same for every kind: where states
-and pending inputs are, in which order rows go, and where their states are stored.
+and pending inputs are, in which order rows go, and where their states are stored. On a CUDA device with Triton a
+block's kernels take all tokens of a batch in a few launches instead (`ragged_recurrence`).
 
     row          start   replayed   new   tentative     inputs of the row           stored after
     0 decodes    120     0          1     0             n                           the first
@@ -16,7 +17,7 @@ tokens of several rows at once, and its functions treat each element alike. Torc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
@@ -24,12 +25,31 @@ from chairlift.cache.layout import StateParams
 from chairlift.cache.states import SlotStates, StatePlace
 from chairlift.device import to_device
 
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
+
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`step(state [n, num_elements], input [n, num_inputs]) -> output [n, outputs]`: takes one token of each row into its
 state, in place. All are float32."""
 
-Recur = Callable[[int, torch.Tensor, Step], torch.Tensor]
-"""`recur(layer_idx, inputs [T, num_inputs], step) -> float32 [T, outputs]`; moves the states of the rows."""
+
+class Recurrent(Protocol):
+    """A block with a recurrence."""
+
+    def make_step(self) -> Step:
+        """Prepares its weights in float32."""
+        ...
+
+    def advance(self, rows: "RaggedRows", states: "LayerStates", inputs: torch.Tensor) -> torch.Tensor:
+        """Takes the inputs of a batch, `[T, num_inputs]`, into the states, by kernels: float32 `[T, outputs]`.
+
+        It must neither wait for the device nor copy to it, so that it can be recorded.
+        """
+        ...
+
+
+Recur = Callable[[int, torch.Tensor, Recurrent], torch.Tensor]
+"""`recur(layer_idx, inputs [T, num_inputs], block) -> float32 [T, outputs]`; moves the states of the rows."""
 
 _LINEAR_FROM = 20.0  # softplus(x) is x here
 
@@ -38,10 +58,8 @@ def prepare(states: SlotStates) -> Recur:
     """Computes once per step what all layers share. ValueError if rows replay or leave more than is kept of a slot."""
     schedule = _Schedule.of(states)
 
-    def recur(layer_idx: int, inputs: torch.Tensor, step: Step) -> torch.Tensor:
-        place = states.places[layer_idx]
-        assert place is not None, f"layer {layer_idx} has no state"
-        return schedule.run(states, place, inputs.float(), step)
+    def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
+        return schedule.run(states, states.place(layer_idx), inputs.float(), block.make_step())
 
     return recur
 
@@ -53,8 +71,8 @@ def prepare_part(states: SlotStates, start: int, stop: int) -> Recur:
     """
     recur_part = prepare(_part_of(states, start, stop))
 
-    def recur(layer_idx: int, inputs: torch.Tensor, step: Step) -> torch.Tensor:
-        outputs = recur_part(layer_idx, inputs[: stop - start], step)
+    def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
+        outputs = recur_part(layer_idx, inputs[: stop - start], block)
         return torch.cat((outputs, outputs[-1:].expand(len(inputs) - len(outputs), -1)))
 
     return recur
@@ -78,13 +96,22 @@ def _part_of(states: SlotStates, start: int, stop: int) -> SlotStates:
 
 
 def prepare_without_states(params: Sequence[StateParams | None]) -> Recur:
-    """Runs every token as if it were the first of its sequence and the same as the first one: for rehearsals."""
+    """Runs every token as if it were the first of its sequence and the same as the first one: for rehearsals.
 
-    def recur(layer_idx: int, inputs: torch.Tensor, step: Step) -> torch.Tensor:
+    On a device it allocates as much as kernels do.
+    """
+
+    def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
         described = params[layer_idx]
         assert described is not None, f"layer {layer_idx} has no state"
-        output = step(inputs.new_zeros(1, described.num_elements, dtype=torch.float32), inputs[:1].float())
-        return output.expand(len(inputs), -1)
+        state = inputs.new_zeros(1, described.num_elements, dtype=torch.float32)
+        output = block.make_step()(state, inputs[:1].float()).expand(len(inputs), -1)
+        if inputs.device.type == "cpu":
+            return output
+        convolved = torch.empty_like(inputs, dtype=torch.float32)
+        output = output.contiguous()
+        del convolved  # it lives until the outputs are there
+        return output
 
     return recur
 

@@ -1,23 +1,16 @@
 """Recurrent layers move the states of slots: results do not depend on chunks, guesses, replays and batches."""
 
 import itertools
-import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.cache.layout import StateParams
-from chairlift.cache.states import SlotStates
-from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block, Pass
-from chairlift.models.layers import RMSNorm
 from chairlift.models.recurrence import (
     Recur,
-    Step,
     add_up,
     prepare,
     prepare_part,
@@ -26,78 +19,7 @@ from chairlift.models.recurrence import (
     silu,
     softplus,
 )
-from tests.support.forward_bench import MAX_TENTATIVE
-
-NUM_SLOTS, LENGTH = 6, 70
-DELTA_NET = GatedDeltaNetBlock(num_key_heads=2, num_value_heads=4, key_dim=9, value_dim=6, kernel_size=4, norm_eps=1e-6)
-SHORT_CONV = GatedShortConvBlock(num_features=21, kernel_size=3, has_bias=True)
-MAMBA = Mamba2Block(num_heads=4, head_dim=5, num_groups=2, state_size=7, kernel_size=3, norm_eps=1e-6)
-BLOCKS: dict[str, Block] = {"gated delta net": DELTA_NET, "gated short conv": SHORT_CONV, "mamba 2": MAMBA}
-HIDDEN = 21
-KEYS = KVCacheParams(torch.float32, 1, 2)
-
-
-class Slots:
-    """A cache whose second layer has a state, beside one that keeps keys and values."""
-
-    def __init__(self, params: StateParams) -> None:
-        self.cache = ContinuousBatchingKVCacheManager(
-            [KEYS, None], NUM_SLOTS, LENGTH, 2, ["cpu"], states=[None, params], max_tentative=MAX_TENTATIVE
-        )
-        self.cache.claim(NUM_SLOTS)
-        (self.memory,) = self.cache.state_memories
-        self.memory.live.fill_(math.nan)  # nothing may read what was not written
-        self.memory.pending.fill_(math.nan)
-
-    def advance(
-        self, slots: Sequence[int], num_new: Sequence[int], num_tentative: Sequence[int] | None = None
-    ) -> SlotStates:
-        """Describes a step that adds so many tokens to these slots, and counts it as done."""
-        inputs = self.cache.fetch(slots, num_new, num_tentative=num_tentative)
-        self.cache.step(num_new, inputs)
-        assert inputs[0].states is not None
-        return inputs[0].states
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """A block's recurrence, and the inputs of one sequence for each slot."""
-
-    params: StateParams
-    step: Step
-    inputs: torch.Tensor  # [slots, LENGTH, num_inputs]
-
-    def start(self) -> Slots:
-        return Slots(self.params)
-
-    def run(self, states: SlotStates, tokens: torch.Tensor) -> torch.Tensor:
-        return prepare(states)(1, tokens, self.step)
-
-    @cache  # noqa: B019 - as long as the tests
-    def whole(self, slot: int) -> torch.Tensor:
-        """Outputs of a sequence alone and in one go."""
-        return self.run(self.start().advance([slot], [LENGTH]), self.inputs[slot])
-
-
-@cache
-def recurrence(kind: str) -> Recurrence:
-    block = BLOCKS[kind]
-    generator = torch.Generator().manual_seed(4)
-    module = block.make(1, HIDDEN, lambda size: RMSNorm(size, 1e-6))
-    for parameter in module.parameters():
-        parameter.requires_grad_(False).normal_(0.0, 0.7, generator=generator)
-    steps: list[Step] = []
-
-    def catch(_: int, inputs: torch.Tensor, step: Step) -> torch.Tensor:
-        steps.append(step)
-        return prepare_without_states([None, block.state()])(1, inputs, step)
-
-    module(torch.ones(1, HIDDEN), Pass({}, torch.zeros(1, dtype=torch.int64), lambda *_: torch.empty(0), catch))
-    params = block.state()
-    assert params is not None
-    inputs = torch.randn(NUM_SLOTS, LENGTH, params.num_inputs, generator=generator)
-    return Recurrence(params, steps[0], inputs)
-
+from tests.support.recurrences import BLOCKS, Slots, drive, recurrence
 
 KINDS = pytest.mark.parametrize("kind", BLOCKS)
 
@@ -110,27 +32,6 @@ def test_chunks_of_a_sequence_give_the_bits_of_the_whole(kind: str, chunk: int) 
     outputs = [ours.run(memory.advance([2], [len(tokens)]), tokens) for tokens in chunks]
     assert ours.whole(2).std() > 0.01  # or else there would be nothing to compare
     assert torch.equal(torch.cat(outputs), ours.whole(2))
-
-
-def drive(
-    ours: Recurrence, seed: int, run: Callable[[SlotStates, torch.Tensor], torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Takes all sequences forward in random steps, with guesses that are kept or taken back; the accepted outputs."""
-    rng, memory = random.Random(seed), ours.start()
-    done = dict.fromkeys(range(NUM_SLOTS), 0)
-    outputs: dict[int, list[torch.Tensor]] = {slot: [] for slot in done}
-    while unfinished := [slot for slot, length in done.items() if length < LENGTH]:
-        slots = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-        counts = [min(rng.choice((1, 1, 2, 5, 30)), LENGTH - done[slot]) for slot in slots]
-        tentative = [rng.randint(0, min(count, MAX_TENTATIVE)) for count in counts]
-        tokens = torch.cat([ours.inputs[slot, done[slot] :][:n] for slot, n in zip(slots, counts, strict=True)])
-        parts = torch.split(run(memory.advance(slots, counts, tentative), tokens), counts)
-        for slot, count, guessed, part in zip(slots, counts, tentative, parts, strict=True):
-            num_wrong = rng.randint(0, guessed)
-            memory.cache.rewind(slot, num_wrong)
-            done[slot] += count - num_wrong
-            outputs[slot].append(part[: count - num_wrong])
-    return {slot: torch.cat(each) for slot, each in outputs.items()}
 
 
 @KINDS
@@ -146,12 +47,13 @@ def test_guesses_replays_and_batches_change_no_bit(kind: str, seed: int) -> None
 def test_a_batch_in_tiles_gives_the_bits_of_the_whole(kind: str, size: int) -> None:
     ours = recurrence(kind)
 
-    def run(states: SlotStates, tokens: torch.Tensor) -> torch.Tensor:
+    def run(batch: ContinuousBatchingKVCacheCollection, tokens: torch.Tensor) -> torch.Tensor:
+        assert batch.states is not None
         outputs = []
         for start in range(0, len(tokens), size):
             tile = tokens[start : start + size]
             padded = torch.cat((tile, tile[-1:].expand(size - len(tile), -1)))
-            outputs.append(prepare_part(states, start, start + len(tile))(1, padded, ours.step))
+            outputs.append(prepare_part(batch.states, start, start + len(tile))(1, padded, ours.block))
             assert len(outputs[-1]) == size
         return torch.cat(outputs)[: len(tokens)]
 
@@ -171,15 +73,16 @@ def test_a_state_takes_in_all_but_the_tentative_tokens() -> None:
 
 
 def test_more_pending_tokens_than_a_slot_keeps_are_refused() -> None:
-    states = replace(Slots(StateParams(2, 2)).advance([0, 1], [20, 20]), num_tentative=(0, 9))
+    states = Slots(StateParams(2, 2)).advance([0, 1], [20, 20]).states
+    assert states is not None
     with pytest.raises(ValueError, match=r"num_tentative must be at most 8, .* not \[0, 9\]"):
-        prepare(states)
+        prepare(replace(states, num_tentative=(0, 9)))
 
 
 def test_a_rehearsal_repeats_the_first_token_as_the_beginning_of_a_sequence() -> None:
     ours = recurrence("gated delta net")
     recur: Recur = prepare_without_states([None, ours.params])
-    outputs = recur(1, ours.inputs[3, :5], ours.step)
+    outputs = recur(1, ours.inputs[3, :5], ours.block)
     assert torch.equal(outputs, ours.whole(3)[:1].expand(5, -1))
 
 

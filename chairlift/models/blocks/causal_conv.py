@@ -3,10 +3,15 @@
 A slot keeps the inputs of the last `kernel_size - 1` tokens, the oldest first, as the first elements of a state.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 MOST_TAPS = 4
 """The largest kernel of the native code."""
@@ -24,6 +29,28 @@ class CausalConv(nn.Module):
         """Returns them as a token's step uses them."""
         weights = self.weight.float().squeeze(1).T.contiguous()
         return Taps(weights, None if self.bias is None else self.bias.float())
+
+    def advance(
+        self,
+        rows: "RaggedRows",
+        states: "LayerStates",
+        inputs: torch.Tensor,
+        take: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Convolves a batch by kernels, and moves windows and pending inputs; see `recurrence.Recurrent`.
+
+        `take` moves the rest of the states: it gets what is convolved, after SiLU, of new and of replayed tokens, and
+        its outputs are returned. None: there is no rest, and the convolution of new tokens is the output.
+        """
+        from chairlift.kernels import causal_conv
+
+        has_rest = take is not None
+        convolved = causal_conv.convolve(
+            rows, states, inputs, self.weight, self.bias, is_gated=has_rest, is_replayed=has_rest
+        )
+        outputs = convolved if take is None else take(convolved)
+        causal_conv.settle(rows, states, inputs, self.weight)  # last, as the others read what it overwrites
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)

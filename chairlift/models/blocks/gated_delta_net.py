@@ -11,7 +11,7 @@ keeps of a layer the convolution's last inputs `[kernel_size - 1, 2 Hk Dk + Hv D
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import nn
@@ -21,7 +21,10 @@ from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
 from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps, log_of_rates, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm
-from chairlift.models.recurrence import add_up, sigmoid, silu, softplus
+from chairlift.models.recurrence import Step, add_up, sigmoid, silu, softplus
+
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 _L2_EPS = 1e-6
 
@@ -117,12 +120,31 @@ class GatedDeltaNet(BlockModule):
         assert now.recur is not None, "a recurrent block needs states"
         projected = self.in_proj(x)
         mixed, gate = projected[:, : self.block.num_mixed], projected[:, self.block.num_mixed :]
-        step = partial(_step, self.block, self.conv1d.taps(), -torch.exp(self.A_log.float()), self.dt_bias.float())
-        heads = now.recur(self.layer_idx, torch.cat((mixed, self.gate_proj(x)), dim=1), step)
+        heads = now.recur(self.layer_idx, torch.cat((mixed, self.gate_proj(x)), dim=1), self)
         heads = self.norm(heads.view(len(x), -1, self.block.value_dim).to(x.dtype))
         gated = (heads * F.silu(gate.view(heads.shape).float())).to(x.dtype)
         output: torch.Tensor = self.out_proj(gated.flatten(1))
         return output
+
+    def make_step(self) -> Step:
+        """See `Recurrent`."""
+        return partial(_step, self.block, self.conv1d.taps(), -torch.exp(self.A_log.float()), self.dt_bias.float())
+
+    def advance(self, rows: "RaggedRows", states: "LayerStates", inputs: torch.Tensor) -> torch.Tensor:
+        """See `Recurrent`."""
+        from chairlift.kernels import gated_delta_rule
+
+        block = self.block
+        heads = gated_delta_rule.DeltaHeads(
+            block.num_key_heads, block.num_value_heads, block.key_dim, block.value_dim, block.has_tiled_heads
+        )
+
+        def take(convolved: torch.Tensor) -> torch.Tensor:
+            return gated_delta_rule.advance(
+                rows, states, convolved, inputs, self.A_log, self.dt_bias, heads, length_eps=_L2_EPS
+            )
+
+        return self.conv1d.advance(rows, states, inputs, take)
 
     def pack(self, packer: Packer) -> dict[str, object]:
         block, taps, place = self.block, self.conv1d.taps(), packer.state_place(self.layer_idx)

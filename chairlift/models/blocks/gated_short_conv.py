@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -10,6 +10,10 @@ from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
 from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.recurrence import Step
+
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +78,17 @@ class GatedShortConv(BlockModule):
         """`[T, hidden] -> [T, hidden]`; moves the states of the rows."""
         assert now.recur is not None, "a recurrent block needs states"
         before, after, features = self.in_proj(x).chunk(3, dim=1)
-        convolved = now.recur(self.layer_idx, before * features, self.conv.taps().advance)
+        convolved = now.recur(self.layer_idx, before * features, self)
         output: torch.Tensor = self.out_proj(after * convolved.to(x.dtype))
         return output
+
+    def make_step(self) -> Step:
+        """See `Recurrent`."""
+        return self.conv.taps().advance
+
+    def advance(self, rows: "RaggedRows", states: "LayerStates", inputs: torch.Tensor) -> torch.Tensor:
+        """See `Recurrent`."""
+        return self.conv.advance(rows, states, inputs)
 
     def pack(self, packer: Packer) -> dict[str, object]:
         taps, place = self.conv.taps(), packer.state_place(self.layer_idx)

@@ -11,7 +11,7 @@ code keeps each as `[N, P]`, so that it adds up whole vectors.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -21,7 +21,10 @@ from chairlift.cache.layout import StateParams
 from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
 from chairlift.models.blocks.causal_conv import MOST_TAPS, CausalConv, Taps, log_of_rates, unsqueeze_kernels
 from chairlift.models.layers import Linear, RMSNorm, pad_rows
-from chairlift.models.recurrence import add_up, silu, softplus
+from chairlift.models.recurrence import Step, add_up, silu, softplus
+
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 
 class ProjectionScales(NamedTuple):
@@ -142,14 +145,7 @@ class Mamba2(BlockModule):
         block = self.block
         projected = self._scaled(self.in_proj(x if block.input_scale == 1.0 else x * block.input_scale))
         gate, inputs = projected[:, : block.num_features], projected[:, block.num_features :]
-        step = partial(
-            _step,
-            block,
-            _Weights(
-                self.conv1d.taps(), -torch.exp(self.A_log.float()), self.D.float().unsqueeze(-1), self.dt_bias.float()
-            ),
-        )
-        features = now.recur(self.layer_idx, inputs, step)
+        features = now.recur(self.layer_idx, inputs, self)
         if not block.is_gated_last:
             features = features * F.silu(gate.float())
         if self.norm is not None:
@@ -158,6 +154,22 @@ class Mamba2(BlockModule):
             features = features * F.silu(gate.float())
         output: torch.Tensor = self.out_proj(features.to(x.dtype))
         return output if block.output_scale == 1.0 else output * block.output_scale
+
+    def make_step(self) -> Step:
+        """See `Recurrent`."""
+        rates, skips = -torch.exp(self.A_log.float()), self.D.float().unsqueeze(-1)
+        return partial(_step, self.block, _Weights(self.conv1d.taps(), rates, skips, self.dt_bias.float()))
+
+    def advance(self, rows: "RaggedRows", states: "LayerStates", inputs: torch.Tensor) -> torch.Tensor:
+        """See `Recurrent`."""
+        from chairlift.kernels import mamba2
+
+        block = self.block
+        heads = mamba2.MambaHeads(block.num_heads, block.num_groups, block.head_dim, block.state_size, block.dt_limits)
+        weights = mamba2.MambaWeights(self.A_log, self.D, self.dt_bias)
+        return self.conv1d.advance(
+            rows, states, inputs, lambda convolved: mamba2.advance(rows, states, convolved, inputs, weights, heads)
+        )
 
     def _scaled(self, projected: torch.Tensor) -> torch.Tensor:
         block = self.block

@@ -1,0 +1,109 @@
+"""Kernels of recurrent layers: the torch code's numbers, and bits that no cut and no neighbour changes."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.models import ragged_recurrence
+from chairlift.models.attention import BatchMetadata
+from tests.support.recurrences import BLOCKS, Recurrence, Run, drive, recurrence
+from tests.support.triton_compiler import Compilation, compile_all
+
+_STRIDES = {"inputs_stride": "i32", "pending_slot_stride": "i32", "pending_stride": "i32"}
+_STATES = {"pending": "*fp32", "table": "*i32", "inputs": "*bf16", **_STRIDES}
+_ALIGNED = ("inputs", "inputs_stride", "pending", "pending_slot_stride", "pending_stride", "table")
+_WALKED = {**_STATES, "convolved": "*fp32", "matrices": "*fp32", "matrices_stride": "i32", "output": "*fp32"}
+_WALKED |= {"a_log": "*bf16", "dt_bias": "*bf16", "num_tokens": "i32"}
+_CONVOLVED = {**_STATES, "live": "*fp32", "live_stride": "i32", "num_features": "i32", "num_inputs": "i32"}
+_CONVOLVED |= {"weights": "*bf16", "bias": "*bf16", "output": "*fp32", "row_of": "*i32", "num_tokens": "i32"}
+_MATRICES = "convolved", "matrices", "matrices_stride", "output"
+
+COMPILATIONS = (
+    Compilation(
+        "gated delta rule",
+        "chairlift.kernels.gated_delta_rule",
+        "_advance",
+        {**_WALKED, "length_eps": "fp32"},
+        {"HK": 16, "HV": 32, "DK": 128, "DV": 128, "IS_TILED": False, "MOST": 8, "KEYS": 128, "VALUES": 16},
+        (*_ALIGNED, *_MATRICES),
+        {"num_warps": 1},
+    ),
+    Compilation(
+        "mamba 2",
+        "chairlift.kernels.mamba2",
+        "_advance",
+        {**_WALKED, "skips": "*bf16", "least_dt": "fp32", "most_dt": "fp32"},
+        {"H": 64, "G": 8, "P": 64, "N": 128, "MOST": 8, "FEATURES": 16, "COLUMNS": 128},
+        (*_ALIGNED, *_MATRICES),
+        {"num_warps": 1},
+    ),
+    Compilation(
+        "convolve",
+        "chairlift.kernels.causal_conv",
+        "_convolve",
+        _CONVOLVED,
+        {"TAPS": 4, "MOST": 8, "HAS_BIAS": True, "IS_GATED": True, "BLOCK": 512},
+        (*_ALIGNED, "live", "live_stride", "weights", "output"),
+        {"num_warps": 4},
+    ),
+    Compilation(
+        "settle",
+        "chairlift.kernels.causal_conv",
+        "_settle",
+        _CONVOLVED,
+        {"TAPS": 4, "BLOCK": 256},
+        (*_ALIGNED, "live", "live_stride"),
+        {"num_warps": 2},
+    ),
+)
+
+KINDS = pytest.mark.parametrize("kind", BLOCKS)
+NUM_ROWS, NUM_TOKENS = 2, 12
+
+
+def with_kernels(ours: Recurrence) -> Run:
+    """Runs the same by kernels."""
+
+    def run(batch: ContinuousBatchingKVCacheCollection, tokens: torch.Tensor) -> torch.Tensor:
+        assert batch.states is not None
+        counts = batch.states.num_new
+        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        places = torch.zeros(len(tokens), dtype=torch.int64)
+        metadata = BatchMetadata(offsets, places, batch.states.slots, counts, batch.states.starts, 0)
+        return ragged_recurrence.prepare(metadata, batch)(1, tokens, ours.block)
+
+    return run
+
+
+def whole(ours: Recurrence, slot: int) -> torch.Tensor:
+    """Outputs of a sequence alone and in one go, by kernels."""
+    return with_kernels(ours)(ours.start().advance([slot], [NUM_TOKENS]), ours.inputs[slot, :NUM_TOKENS])
+
+
+@KINDS
+def test_outputs_and_states_are_those_of_the_code_in_torch(kind: str) -> None:
+    ours, counts, tentative = recurrence(kind), [1, 9, 4], [0, 3, 4]
+    memories = []
+    for run in (ours.run, with_kernels(ours)):
+        slots = ours.start()
+        run(slots.advance([4, 0, 2], [2, 3, 1], [0, 1, 1]), ours.inputs[0, :6].half())
+        outputs = run(slots.advance([0, 4, 2], counts, tentative), ours.inputs[1, :14].half())
+        memories.append((outputs, slots.memory.live, slots.memory.pending))
+    for expected, actual in zip(*memories, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@KINDS
+def test_chunks_guesses_replays_and_batches_change_no_bit(kind: str) -> None:
+    ours = recurrence(kind)
+    for slot, outputs in drive(ours, 1, with_kernels(ours), NUM_ROWS, NUM_TOKENS).items():
+        assert torch.equal(outputs, whole(ours, slot))
+
+
+@pytest.mark.parametrize("case", COMPILATIONS, ids=lambda case: case.name)
+def test_kernels_compile_for_hopper_and_spill_nothing(case: Compilation) -> None:
+    compiled = compile_all(__name__)[case.name]
+    assert compiled.stack_bytes == 0
+    assert compiled.registers <= 200

@@ -1,12 +1,13 @@
 """Everything that is to be known of Chairlift on a GPU: its GPU tests, and its speed beside what the device allows.
 
     python benchmarks/gpu.py                                  (or: make gpu)
-    python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in a minute and a half)
+    python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in three minutes)
 
-Weights are random, of the true shapes of Llama 3.1 8B (large) and Llama 3.2 1B (small); no checkpoint is needed. The
-floor of a decode step is counted from the bytes of weights and cache that it reads and from its FLOPs, over the rates
-that are measured in the same run (comparison/ceiling.py); its share is floor over measured. A prefill's share is that
-of the matrix rate, a peer's is how many times as long it takes, an idle device's that of the time between steps.
+Weights are random, of the true shapes of Llama 3.1 8B (large, also in groups of 4 bits), Llama 3.2 1B (small) and
+Qwen3.5 0.8B (recurrent); no checkpoint is needed. The floor of a decode step is counted from the bytes of weights and
+cache that it reads and from its FLOPs, over the rates that are measured in the same run (comparison/ceiling.py); its
+share is floor over measured. A prefill's share is that of the matrix rate, a first token's floor is its prompt's
+prefill, a peer's share is how many times as long it takes, an idle device's that of the time between steps.
 
 Each part runs in a process of its own: one that fails is reported, and the others still run. The exit code is 1 if one
 failed; a target that is missed is only said. The last line is JSON, which goes to benchmarks/results/ with the device's
@@ -29,9 +30,10 @@ from typing import Any
 import torch
 import transformers
 from machine import parser_of, print_report
-from on_gpu.measurements import PARTS, Setup
+from on_gpu.measurements import PARTS
 from on_gpu.report import make_lines, table
 from on_gpu.scale import SCALES, model_shape
+from on_gpu.setup import Setup
 
 import chairlift
 

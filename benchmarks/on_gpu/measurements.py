@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,51 +13,14 @@ from peers.workers.transformers_worker import continuous_batch, static_batch
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from on_gpu.device import measure_rates, wait_for
-from on_gpu.engine import Engine
-from on_gpu.scale import SCALES, Decode, Scale, hugging_face_config, write_config
+from on_gpu.engine import TOKENS_BESIDE, Engine, Graphs
+from on_gpu.grouped import write_grouped
+from on_gpu.scale import Decode, hugging_face_config
+from on_gpu.serving import serve_all
+from on_gpu.setup import MANY_STEPS, Measurement, Setup, longest
 
-Measurement = dict[str, Any]
-"""What was measured (`kind`), of what (`shape`, `rows`, ...), and the figure under its unit's name."""
-
-_MANY_STEPS = 8
 _PREFILL_TRIES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What every part is told."""
-
-    scale_name: str
-    device: str
-    dtype: str
-    scratch: Path
-
-    @property
-    def scale(self) -> Scale:
-        return SCALES[self.scale_name]
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device)
-
-    def engine(self, name: str, num_steps: int, workloads: list[Workload], *, has_graphs: bool = True) -> Engine:
-        """On random weights of the `large` or `small` shape, with slots for the largest of the workloads."""
-        slot_len = max(each.prompt_tokens + each.output_tokens for each in workloads)
-        fields = self.scale.large if name == "large" else self.scale.small
-        return Engine(
-            write_config(fields, slot_len, self.dtype, self.scratch / name),
-            self.device,
-            self.dtype,
-            num_slots=max(each.num_requests for each in workloads),
-            slot_len=slot_len,
-            num_steps=num_steps,
-            has_graphs=has_graphs,
-        )
-
-    def decode_workloads(self, decodes: tuple[Decode, ...]) -> list[Workload]:
-        """As they are seen by the cache, with room for all launches that are timed or profiled."""
-        num_tokens = 2 * self.scale.num_decoded + (self.scale.num_profiled + 4) * _MANY_STEPS
-        return [Workload(each.num_rows, each.context, num_tokens) for each in decodes]
+_ROOM = 64  # tokens that rows may generate while the last of them are still prompts
 
 
 def rates(setup: Setup) -> list[Measurement]:
@@ -72,8 +34,8 @@ def large(setup: Setup) -> list[Measurement]:
     """The large shape as it is served: decoding, prompts, whole workloads, and what the device does in between."""
     scale = setup.scale
     workloads = [*setup.decode_workloads(scale.large_decodes), scale.prefill, *scale.contests]
-    engine = setup.engine("large", _MANY_STEPS, workloads)
-    measurements = _decodes(setup, engine, "large", scale.large_decodes)
+    engine = setup.engine("large", MANY_STEPS, workloads)
+    measurements = setup.time_decodes(engine, "large", scale.large_decodes)
     seconds = min(engine.seconds(scale.prefill) for _ in range(_PREFILL_TRIES))
     measurements.append({"kind": "prefill", "shape": "large", "workload": scale.prefill.name, "seconds": seconds})
     for workload in scale.contests:
@@ -81,28 +43,76 @@ def large(setup: Setup) -> list[Measurement]:
         found = engine.seconds(workload)
         measurements.append({"kind": "contest", "who": "chairlift", "workload": workload.name, "seconds": found})
     for decode in scale.large_decodes:
-        idle = engine.idle(decode, scale.num_profiled, _MANY_STEPS)
+        idle = engine.idle(decode, scale.num_profiled, MANY_STEPS)
         measurements.append({"kind": "idle", "shape": "large", "rows": decode.num_rows, **asdict(idle)})
     return measurements
 
 
-def large_single_steps(setup: Setup, *, has_graphs: bool = True) -> list[Measurement]:
+def large_single_steps(setup: Setup, *, graphs: Graphs = Graphs.ALL) -> list[Measurement]:
     """One decode step a launch."""
     decodes = setup.scale.plain_decodes
-    engine = setup.engine("large", 1, setup.decode_workloads(decodes), has_graphs=has_graphs)
-    return _decodes(setup, engine, "large", decodes)
+    engine = setup.engine("large", 1, setup.decode_workloads(decodes), graphs=graphs)
+    return setup.time_decodes(engine, "large", decodes)
 
 
 def large_without_graphs(setup: Setup) -> list[Measurement]:
     """One decode step a launch, operator by operator."""
-    return large_single_steps(setup, has_graphs=False)
+    return large_single_steps(setup, graphs=Graphs.NONE)
 
 
 def small(setup: Setup) -> list[Measurement]:
     """The small shape."""
     decodes = setup.scale.small_decodes
-    engine = setup.engine("small", _MANY_STEPS, setup.decode_workloads(decodes))
-    return _decodes(setup, engine, "small", decodes)
+    engine = setup.engine("small", MANY_STEPS, setup.decode_workloads(decodes))
+    return setup.time_decodes(engine, "small", decodes)
+
+
+def sampled(setup: Setup) -> list[Measurement]:
+    """The large shape with every kind of sampling, short rows: a step's time is that of the weights and of sampling."""
+    decodes = setup.scale.sampled_decodes
+    return setup.time_decodes(setup.engine("large", MANY_STEPS, setup.decode_workloads(decodes)), "large", decodes)
+
+
+def latency(setup: Setup, graphs: Graphs = Graphs.ALL) -> list[Measurement]:
+    """First tokens of single prompts, at an idle engine and beside rows that decode."""
+    scale = setup.scale
+    beside = Workload(scale.busy.num_rows, scale.busy.context, TOKENS_BESIDE + _ROOM)
+    prompts = Workload(beside.num_requests + 1, max(scale.prompt_lengths), 1)
+    return _first_tokens(setup, setup.engine("large", MANY_STEPS, [beside, prompts], graphs=graphs), "large")
+
+
+def latency_without_graphs(setup: Setup) -> list[Measurement]:
+    """The same, operator by operator."""
+    return latency(setup, Graphs.NONE)
+
+
+def uneven(setup: Setup) -> list[Measurement]:
+    """The large shape with rows of very different lengths, beside rows that are all as long as these on average."""
+    decodes = setup.scale.uneven_decodes
+    return setup.time_decodes(setup.engine("large", MANY_STEPS, setup.decode_workloads(decodes)), "large", decodes)
+
+
+def grouped(setup: Setup) -> list[Measurement]:
+    """The large shape with its weights in groups of 4 bits."""
+    decodes = setup.scale.grouped_decodes
+    workloads = setup.decode_workloads(decodes)
+    model = write_grouped(setup.scale.large, longest(workloads), setup.dtype, setup.scratch / "grouped", setup.device)
+    engine = setup.engine_of(model, MANY_STEPS, workloads, load_format="safetensors")
+    return setup.time_decodes(engine, "large, int4", decodes)
+
+
+def recurrent(setup: Setup) -> list[Measurement]:
+    """A model most of whose layers are recurrent: decoding, and the first tokens of single prompts."""
+    scale = setup.scale
+    prompts = Workload(1, max(scale.prompt_lengths), 1)
+    engine = setup.engine("recurrent", MANY_STEPS, [*setup.decode_workloads(scale.recurrent_decodes), prompts])
+    decodes = setup.time_decodes(engine, "recurrent", scale.recurrent_decodes)
+    return [*decodes, _first_token(engine, "recurrent", max(scale.prompt_lengths), None)]
+
+
+def served(setup: Setup) -> list[Measurement]:
+    """The large shape over HTTP, with and without graphs."""
+    return serve_all(setup)
 
 
 def transformers_static(setup: Setup) -> list[Measurement]:
@@ -124,33 +134,45 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
         rates,
         large,
         small,
+        sampled,
+        latency,
+        latency_without_graphs,
+        uneven,
+        grouped,
+        recurrent,
         large_single_steps,
         large_without_graphs,
+        served,
         transformers_static,
         transformers_continuous,
     )
 }
 
 
-def _decodes(setup: Setup, engine: Engine, shape: str, decodes: tuple[Decode, ...]) -> list[Measurement]:
+def _first_tokens(setup: Setup, engine: Engine, shape: str) -> list[Measurement]:
+    """Of all lengths, at an idle engine and beside the rows of `busy`."""
     return [
-        {
-            "kind": "decode",
-            "shape": shape,
-            "rows": decode.num_rows,
-            "context": decode.context,
-            "variant": engine.variant,
-            "target": decode.target,
-            **asdict(engine.step_time(decode, setup.scale.num_decoded)),
-        }
-        for decode in decodes
+        _first_token(engine, shape, num_tokens, beside)
+        for beside in (None, setup.scale.busy)
+        for num_tokens in setup.scale.prompt_lengths
     ]
+
+
+def _first_token(engine: Engine, shape: str, num_tokens: int, beside: Decode | None) -> Measurement:
+    return {
+        "kind": "first_token",
+        "shape": shape,
+        "prompt_tokens": num_tokens,
+        "rows": beside.num_rows if beside else 0,
+        "variant": engine.variant,
+        **asdict(engine.first_token(num_tokens, beside)),
+    }
 
 
 def _peer(setup: Setup, attention: str) -> Any:
     """transformers' model with random weights of the large shape, made on the device in its number format."""
     num_positions = max(each.prompt_tokens + each.output_tokens for each in setup.scale.contests)
-    config = hugging_face_config(setup.scale.large, num_positions, setup.dtype)
+    config: Any = hugging_face_config(setup.scale.large, num_positions, setup.dtype)
     config._attn_implementation = attention
     torch.set_default_dtype(getattr(torch, setup.dtype))
     try:

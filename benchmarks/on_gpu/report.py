@@ -7,7 +7,8 @@ from comparison.ceiling import ModelShape, Rates, Workload, decode_step, prefill
 from machine import format_table
 from peers.engines import OURS
 
-from on_gpu.measurements import Measurement
+from on_gpu.scale import GREEDY
+from on_gpu.setup import Measurement
 
 PREFILL_TARGET = 0.55  # of the matrix rate
 CONTEST_TARGET = 3.0  # times as fast as transformers
@@ -43,7 +44,11 @@ def make_lines(measurements: Sequence[Measurement], shapes: dict[str, ModelShape
 def _line(each: Measurement, shapes: dict[str, ModelShape], rates: Rates | None, ours: dict[str, float]) -> Line:
     match each["kind"]:
         case "decode":
-            return _decode_line(each, shapes[each["shape"]], rates)
+            return _decode_line(each, shapes.get(each["shape"]), rates)
+        case "first_token":
+            return _first_token_line(each, shapes.get(each["shape"]), rates)
+        case "served":
+            return _served_line(each)
         case "prefill":
             return _prefill_line(each, shapes[each["shape"]], rates)
         case "idle":
@@ -71,14 +76,36 @@ def _rates(measurement: Measurement) -> Rates:
     return Rates(measurement["bytes_per_second"], measurement["flops_per_second"])
 
 
-def _decode_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> Line:
-    what = f"decode {each['shape']}, {each['rows']} x {each['context']}, {each['variant']}"
-    if rates is None:
+def _decode_line(each: Measurement, shape: ModelShape | None, rates: Rates | None) -> Line:
+    """Without a floor for shapes whose bytes nobody counts here."""
+    context = f"{each['context']}" + (f"±{each['spread']}" if each.get("spread") else "")
+    sampling = "" if each.get("sampling", GREEDY) == GREEDY else f", {each['sampling']}"
+    what = f"decode {each['shape']}, {each['rows']} x {context}{sampling}, {each['variant']}"
+    if rates is None or shape is None:
         return Line(what, _milliseconds(each["seconds"]), target=each["target"])
     # The context grows while the clock runs; its middle stands for all of it.
     step = decode_step(shape, Workload(each["rows"], each["context"], 1), each["num_generated"])
     floor = step.seconds(rates)
     return Line(what, _milliseconds(each["seconds"]), _milliseconds(floor), floor / each["seconds"], each["target"])
+
+
+def _first_token_line(each: Measurement, shape: ModelShape | None, rates: Rates | None) -> Line:
+    where = f" beside {each['rows']} rows" if each["rows"] else ""
+    what = f"first token {each['shape']}, {each['prompt_tokens']}{where}, {each['variant']}: in all, host"
+    measured = f"{_milliseconds(each['seconds'])}, {_milliseconds(each['host_seconds'])}"
+    if rates is None or shape is None or each["rows"]:
+        return Line(what, measured)
+    floor = prefill(shape, Workload(1, each["prompt_tokens"], 1)).seconds(rates)
+    return Line(what, measured, _milliseconds(floor), floor / each["seconds"])
+
+
+def _served_line(each: Measurement) -> Line:
+    summary = each["summary"]
+    ttft, itl = summary["ttft_ms"], summary["itl_ms"]
+    return Line(
+        f"served {each['shape']}, {each['load']}, {each['variant']}: tokens/s, TTFT p50 and p99, ITL p99",
+        f"{summary['output_token_throughput']:.0f}, {ttft['p50']:.1f} and {ttft['p99']:.1f} ms, {itl['p99']:.1f} ms",
+    )
 
 
 def _prefill_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> Line:

@@ -8,9 +8,14 @@ import gpu
 import pytest
 import torch
 from on_gpu.device import Idle, measure_idle
-from on_gpu.measurements import PARTS, Measurement, Setup
+from on_gpu.grouped import write_grouped
+from on_gpu.measurements import PARTS
 from on_gpu.report import Line, make_lines, table
-from on_gpu.scale import SCALES, hugging_face_config, model_shape
+from on_gpu.scale import SAMPLINGS, SCALES, TOP_P, Decode, hugging_face_config, model_shape
+from on_gpu.setup import Measurement, Setup
+
+from chairlift.models import open_checkpoint
+from chairlift.models.grouped import GroupedWeight
 
 from .conftest import SHAPE, RunScript
 
@@ -36,6 +41,34 @@ def test_the_floor_of_a_decode_step_is_what_it_must_read() -> None:
     _, good, slow, free = lines(RATES, decode(0.007616, target=0.5), decode(0.008, target=0.5), decode(0.008))
     assert good == Line("decode large, 3 x 10, torch, graphs, 8 a launch", "7.616 ms", "3.808 ms", 0.5, 0.5)
     assert [line.verdict for line in (good, slow, free)] == ["met", "missed", ""]
+
+
+def test_rows_are_spread_evenly_around_their_mean_and_the_table_says_so() -> None:
+    assert Decode(4, 100).lengths == [100, 100, 100, 100]
+    assert Decode(5, 100, spread=80).lengths == [20, 60, 100, 140, 180]
+    assert Decode(1, 100).lengths == [100]
+    full = SCALES["full"].uneven_decodes[1]
+    assert (min(full.lengths), max(full.lengths), full.longest) == (64, 2048, 2048)
+    spread, sampled = lines(decode(0.008) | {"spread": 7}, decode(0.008) | {"sampling": TOP_P})
+    assert spread.what == "decode large, 3 x 10±7, torch, graphs, 8 a launch"
+    assert sampled.what == "decode large, 3 x 10, top-p, torch, graphs, 8 a launch"
+
+
+def test_a_shape_whose_bytes_are_not_counted_has_no_floor() -> None:
+    line = lines(RATES, decode(0.008) | {"shape": "recurrent"})[1]
+    assert (line.measured, line.floor, line.share) == ("8.000 ms", "", None)
+
+
+FIRST_TOKEN = {"kind": "first_token", "shape": "large", "variant": "graphs", "prompt_tokens": 3}
+
+
+def test_a_first_token_s_floor_is_its_prompt_s_prefill_and_beside_other_rows_it_has_none() -> None:
+    # 2464 bytes at 1 MB/s take longer than 7456 FLOPs at 1 GFLOP/s.
+    figures = {"seconds": 0.009856, "host_seconds": 0.0005}
+    _, alone, beside = lines(RATES, FIRST_TOKEN | {"rows": 0} | figures, FIRST_TOKEN | {"rows": 4} | figures)
+    what = "first token large, 3, graphs: in all, host"
+    assert alone == Line(what, "9.856 ms, 0.500 ms", "2.464 ms", 0.25)
+    assert beside == Line("first token large, 3 beside 4 rows, graphs: in all, host", "9.856 ms, 0.500 ms")
 
 
 PREFILL = {"kind": "prefill", "shape": "large", "workload": "1x3+1"}
@@ -153,6 +186,53 @@ def test_the_large_part_decodes_prefills_contests_and_profiles(tmp_path: Path) -
     decode_line = make_lines([rates, measurements[0]], {"large": shape, "small": shape})[1]
     assert decode_line.share is not None
     assert 0 < decode_line.share < 1.5
+
+
+def test_every_sampling_is_timed(tmp_path: Path) -> None:
+    measurements = measured("sampled", tmp_path)
+    assert [each["sampling"] for each in measurements] == list(SAMPLINGS)
+    assert all(each["seconds"] > 0 for each in measurements)
+
+
+@pytest.mark.parametrize("name", ["latency", "latency_without_graphs"])
+def test_first_tokens_are_waited_for_alone_and_beside_rows(name: str, tmp_path: Path) -> None:
+    measurements = measured(name, tmp_path)
+    assert [(each["rows"], each["prompt_tokens"]) for each in measurements] == [(0, 4), (0, 16), (2, 4), (2, 16)]
+    assert all(0 < each["host_seconds"] < each["seconds"] for each in measurements)
+
+
+def test_uneven_rows_are_timed_beside_even_ones(tmp_path: Path) -> None:
+    measurements = measured("uneven", tmp_path)
+    assert [(each["rows"], each["context"], each["spread"]) for each in measurements] == [(3, 12, 0), (3, 12, 8)]
+
+
+def test_a_recurrent_model_decodes_and_reads_a_prompt(tmp_path: Path) -> None:
+    measurements = measured("recurrent", tmp_path)
+    kinds = [("decode", 1), ("decode", 2), ("first_token", 0)]
+    assert [(each["kind"], each["rows"]) for each in measurements] == kinds
+    config = hugging_face_config(SCALES["full"].recurrent, 256, "bfloat16")
+    assert config.architectures == ["Qwen3_5ForCausalLM"]
+    assert config.to_dict()["layer_types"].count("full_attention") == 6
+
+
+def test_weights_in_groups_of_4_bits_are_read_as_such(tmp_path: Path) -> None:
+    (measurement,) = measured("grouped", tmp_path)
+    assert (measurement["shape"], measurement["variant"].split(",")[0]) == ("large, int4", "cpu")
+    directory = write_grouped(SCALES["tiny"].large, 32, "float32", tmp_path / "again", "cpu")
+    checkpoint = open_checkpoint(str(directory))
+    matrix = checkpoint.open_weights().read("model.layers.1.mlp.down_proj.weight")
+    assert isinstance(matrix, GroupedWeight)
+    assert matrix.dequantize().std() == pytest.approx(96**-0.5, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_server_takes_all_that_clients_send_and_then_a_share_of_it(tmp_path: Path) -> None:
+    measurements = measured("served", tmp_path)
+    loads = [each["load"] for each in measurements]
+    assert [load.split(",")[0] for load in loads] == ["3 clients", "Poisson", "3 clients", "Poisson"]
+    assert loads[1] == loads[3]
+    assert all(each["summary"]["num_succeeded"] == 6 for each in measurements)
+    assert [line.measured.count("ms") for line in lines(*measurements)] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["large_single_steps", "large_without_graphs"])

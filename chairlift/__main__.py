@@ -103,12 +103,17 @@ def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
 
     set_up_logging()
     logging.getLogger().setLevel(logging.WARNING)
+    prompt = config.prompt
+    if prompt == "-":
+        if sys.stdin.isatty():
+            raise ConfigurationError('there is no prompt: chairlift generate "What is 17 + 25?", or a pipe that has it')
+        prompt = sys.stdin.read()
     with LLM(**engine_config.model_dump()) as llm:
         params = llm.inputs.default_chat_params.model_copy(update=config.sampling)
         if llm.inputs.tokenizer.has_chat_template and not config.raw:
-            outputs = llm.chat([{"role": "user", "content": config.prompt}], params)
+            outputs = llm.chat([{"role": "user", "content": prompt}], params)
         else:
-            outputs = llm.generate(config.prompt, params)
+            outputs = llm.generate(prompt, params)
     sys.stdout.write(outputs[0].outputs[0].text + "\n")
     return 0
 
@@ -209,6 +214,7 @@ _COMMANDS = (
         groups={"answer": "max_tokens"} | _ENGINE_GROUPS,
         examples=(
             'chairlift generate "What is the opposite of hot?"',
+            "echo 'What is 17 + 25?' | chairlift generate",
             'chairlift generate --model path-or-hub-id --raw --max-tokens 50 "Once upon a time"',
         ),
         positionals=("prompt",),
@@ -260,7 +266,7 @@ Chairlift: a small, fast LLM serving engine.
 commands:
   serve [MODEL]      serve a model over HTTP, with an OpenAI-style API
   chat [MODEL]       talk with a model in the terminal, its own or a server's
-  generate PROMPT    answer one prompt on standard output
+  generate [PROMPT]  answer one prompt, or what is piped in, on standard output
   run-batch          answer every request of a file
   bench              load-test any OpenAI-compatible server
   compare REFERENCE CANDIDATE

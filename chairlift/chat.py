@@ -52,7 +52,7 @@ class SamplingConfig(BaseModel):
 class AnswerConfig(SamplingConfig):
     """Settings of `chairlift generate` beside the engine's."""
 
-    prompt: str = Field(description="what to say to the model")
+    prompt: str = Field("-", description="what to say to the model; -, or nothing: what is read from standard input")
     raw: bool = Field(False, description="continue the prompt as plain text, without the model's chat template")
 
 

@@ -82,7 +82,7 @@ DTYPES = "float32, bfloat16, float16 or auto"
         (["serve", "--kv-cache-memory-bytes", "8XB"], f"--kv-cache-memory-bytes must be {SIZE} or auto, not '8XB'"),
         (["serve", "--max-body-bytes", "8Gi"], f"--max-body-bytes must be {SIZE}, not '8Gi'"),
         (["serve", "--max-body-bytes", "0.1"], "--max-body-bytes must be at least 1, not '0.1'"),
-        (["generate"], "PROMPT is missing"),
+        (["compare", "a"], "CANDIDATE is missing"),
         (["generate", "--raw=1", "a"], "--raw: ignored explicit argument '1'"),
         (["bench", "--ramp", "1"], "--ramp must be X,X, not '1'"),
         (["bench", "--ramp", "1,x"], "--ramp must be a number or X,X, not '1,x'"),
@@ -104,6 +104,21 @@ def test_every_mistake_has_its_line(capsys: Printed) -> None:
 @pytest.mark.parametrize("flags", [["some/model"], ["--model", "some/model"], ["--port", "9000", "some/model"]])
 def test_a_model_is_named_with_or_without_its_flag(flags: list[str]) -> None:
     assert serve_settings(*flags)[0].model == "some/model"
+
+
+def test_a_prompt_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    for arguments in (["generate"], ["generate", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What is 17 + 25?\n"))
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == "17 + 25 = 42.\n"
+
+
+def test_no_prompt_at_a_terminal_is_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    (line,) = complaints(["generate", "--model", "/nowhere"], capsys)
+    assert line.startswith("there is no prompt: ")
 
 
 def test_flags_become_settings_and_the_rest_keeps_its_defaults() -> None:

@@ -113,7 +113,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
             num_bytes = state_layout.row_bytes * len(devices)
             books = StateBooks(max_cache_batch_size, max_tentative, num_snapshots, num_bytes)
         super().__init__(max_cache_batch_size, max_seq_len, max_tokens, books)
-        self._places = None if self.layout.is_plain else self.layout.places
+        self.places = None if self.layout.is_plain else self.layout.places
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
         # Zeros: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
@@ -228,7 +228,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 max_cache_length=max(map(sum, zip(reservation.lengths, first, strict=True)), default=0),
                 reservation=reservation,
                 further_blocks=further,
-                places=self._places,
+                places=self.places,
                 states=self.state_memories[index].view(reservation, num_steps) if self.state_memories else None,
             )
             for index, (device, blocks, further) in enumerate(

@@ -20,7 +20,7 @@ from chairlift.engine.parts import DEFAULT_PARTS, Pacing, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import Checkpoint, find_obstacle, open_checkpoint
+from chairlift.models import Checkpoint, find_obstacle, open_checkpoint, ragged_recurrence
 from chairlift.models.loader import count_parameters, grouped_size
 from chairlift.params import SamplingParams
 from chairlift.plan import COMPUTE, RowPlan, SamplingKey, StepPlan
@@ -55,7 +55,8 @@ class Executor:
         self.config: ResolvedConfig = fit_cache(config, resolved, shape, self.forward, ranks.least)
         device = torch.device(self.config.device)
         self.pacing = parts.pacing or Pacing.of(device)
-        if not shape.can_record:
+        has_kernels = shape.state_layout is None or ragged_recurrence.is_available()
+        if not shape.can_record or not has_kernels:
             self.pacing = replace(self.pacing, recorder=None)
         self.is_divided = config.tensor_parallel_size > 1
         self.cache: ContinuousBatchingKVCacheManager
@@ -98,7 +99,16 @@ class Executor:
         self.cache.claim_slot(scratch)  # padding rows need a slot
         self.cache.hold(scratch, min(max_steps, self.config.slot_len))
         try:
-            graphs = DecodeGraphs(self.forward, self.cache.blocks[0], last_tokens, recorder, self.vocab_size, max_steps)
+            graphs = DecodeGraphs(
+                self.forward,
+                self.cache.blocks[0],
+                last_tokens,
+                recorder,
+                self.vocab_size,
+                max_steps,
+                self.cache.places,
+                next(iter(self.cache.state_memories), None),
+            )
             graphs.record_common(self.pacing.common_sizes)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(

@@ -105,8 +105,9 @@ class ModelShape:
 
     @property
     def can_record(self) -> bool:
-        """True if CUDA graphs can record a decode step: it reads one tensor, and launches the same for any data."""
-        return self.is_plain
+        """True if CUDA graphs can record a decode step: all keys and values are in one tensor, and it launches the same
+        for any data. Recurrent layers need their kernels for that."""
+        return len(CacheLayout.of(self.kept(self.dtype), self.num_layers).groups) == 1
 
     def describe(self) -> str:
         """One line for the log."""

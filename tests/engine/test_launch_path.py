@@ -5,7 +5,8 @@ the recording of graphs are the real ones.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,9 +24,15 @@ from chairlift.models.config import ModelShape
 from chairlift.params import RequestOutput, StructuredOutputs
 from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of
 from tests.engine.test_overlap import CASES
+from tests.engine.test_recurrent import IN_TORCH, TINY
+from tests.engine.tokenizers_made import make_byte_tokenizer
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import WrappedForward, make_core, with_attention
 from tests.support.flash_attn_reference import module
 from tests.support.meta_device import META, DeviceWatch
+
+if TYPE_CHECKING:
+    from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 TOLD = ord("a")  # each token that comes from the device
 ALONE = "greedy", "random", "filtered", "penalised", "biased", "scored", "without words", "structured"
@@ -76,7 +83,7 @@ def kernels() -> Iterator[None]:
 def make(tiny: str, recorder: WatchedRecorder) -> Callable[..., LLM]:
     """Engines on the device, one launch ahead, with graphs of four rows only."""
 
-    def make_with(backend: str, *, has_graphs: bool) -> LLM:
+    def make_with(backend: str, *, has_graphs: bool, model: str = tiny) -> LLM:
         load = with_attention(BACKENDS[backend])
         parts = Parts(
             machine=MachineFacts("meta", frozenset(DType), free_bytes=2**30),
@@ -85,7 +92,7 @@ def make(tiny: str, recorder: WatchedRecorder) -> Callable[..., LLM]:
             pacing=Pacing(1, recorder if has_graphs else None, common_sizes=frozenset()),
         )
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
-        return LLM.of(make_core(tiny, parts, dtype="bfloat16", device="cuda", attention_backend="torch", **settings))
+        return LLM.of(make_core(model, parts, dtype="bfloat16", device="cuda", attention_backend="torch", **settings))
 
     return make_with
 
@@ -114,3 +121,47 @@ def test_nor_does_any_backend_of_attention(make: Callable[..., LLM], recorder: W
     params = [GREEDY.model_copy(update={"max_tokens": each}) for each in (2, 4, 4, 4, 4)]
     with make(backend, has_graphs=True) as llm, recorder.watch:  # prompts alone, beside rows that decode, and none
         assert_told(llm.generate([PROMPTS[0], PROMPTS[6], PROMPTS[1], PROMPTS[2], PROMPTS[1]], params))
+
+
+@pytest.fixture
+def recurrent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of recurrent layers give tensors of the right shapes."""
+    # Not before all tests are collected, since those of kernels choose the interpreter.
+    from chairlift.kernels import causal_conv, gated_delta_rule
+
+    def convolve(
+        rows: "RaggedRows", states: "LayerStates", inputs: torch.Tensor, weights: torch.Tensor, *_: Any, **given: Any
+    ) -> torch.Tensor:
+        num_replayed = len(rows.table) * states.pending.shape[1] if given["is_replayed"] else 0
+        return torch.empty(len(inputs) + num_replayed, len(weights), device=META)
+
+    def advance(*given: Any, **_: Any) -> torch.Tensor:
+        rows, heads = given[0], given[-1]
+        return torch.empty(len(rows.row_of), heads.num_value_heads * heads.value_dim, device=META)
+
+    monkeypatch.setattr(causal_conv, "convolve", convolve)
+    monkeypatch.setattr(causal_conv, "settle", lambda *_: None)
+    monkeypatch.setattr(gated_delta_rule, "advance", advance)
+
+
+@pytest.mark.usefixtures("recurrent_kernels")
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_nor_do_recurrent_layers(
+    make: Callable[..., LLM], recorder: WatchedRecorder, tmp_path: Path, family: str
+) -> None:
+    make_checkpoint(tmp_path, model_type=family, **{**TINY, **IN_TORCH[family]})
+    make_byte_tokenizer(tmp_path)
+    cases: list[dict[str, Any]] = [
+        {},
+        {"structured_outputs": StructuredOutputs(regex="a{40}")},
+        {"n": 2},
+        {},
+        {"prompt_logprobs": 1},
+    ]
+    params = [GREEDY.model_copy(update={"max_tokens": 4, **case}) for case in cases]
+    with make("torch_copied", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
+        for _ in range(2):  # the second time with states that were kept
+            assert_told(llm.generate(PROMPTS[: len(params)], params))
+        assert_told(llm.generate(PROMPTS[:1], GREEDY))
+        core_of(llm).check()
+    assert recorder.num_replayed > 0

@@ -19,7 +19,7 @@ from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.engines import HOOKED, WrappedForward, ahead, make_core
 
-_IN_TORCH: dict[str, dict[str, Any]] = {
+IN_TORCH: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -40,14 +40,14 @@ _IN_TORCH: dict[str, dict[str, Any]] = {
 }
 _NATIVE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
-        **_IN_TORCH["qwen3_5_text"],
+        **IN_TORCH["qwen3_5_text"],
         "head_dim": 32,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
-    "lfm2": {**_IN_TORCH["lfm2"], "hidden_size": 64},
+    "lfm2": {**IN_TORCH["lfm2"], "hidden_size": 64},
 }
-SHAPES = {AttentionBackend.TORCH: _IN_TORCH, AttentionBackend.CPU: _NATIVE}
+SHAPES = {AttentionBackend.TORCH: IN_TORCH, AttentionBackend.CPU: _NATIVE}
 """By backend: families, in shapes that it takes."""
 
 TINY: dict[str, Any] = {

@@ -19,6 +19,7 @@ from chairlift.engine.thread import LocalEngine
 from chairlift.models import Checkpoint, TorchForward, load_model
 from chairlift.models.attention import Backend, BatchMetadata, Forward
 from chairlift.models.config import ModelShape
+from chairlift.models.forward import Drive
 from chairlift.plan import StepPlan
 
 Hook = Callable[[Callable[[StepPlan], Launch], StepPlan], Launch]
@@ -87,14 +88,16 @@ def hooked(engine: EngineCore | LLM | AsyncLLM, hook: Hook) -> Iterator[None]:
         runner.hook = None
 
 
-def with_attention(make: Callable[[ModelShape], Backend]) -> Callable[[Checkpoint, ResolvedConfig], Forward]:
-    """Loads models in torch with that attention; see `Parts.load_forward`."""
+def with_attention(
+    make: Callable[[ModelShape], Backend], drive: Drive | None = None
+) -> Callable[[Checkpoint, ResolvedConfig], Forward]:
+    """Loads models in torch with that attention; see `Parts.load_forward`. `drive`: see `TorchForward`."""
 
     def load(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         lengths = config.max_seq_len, config.slot_len
         model = load_model(checkpoint, config.dtype, config.device, *lengths)
         model.pack()
-        return TorchForward(model, make(model.config))
+        return TorchForward(model, make(model.config), drive)
 
     return load
 

@@ -23,6 +23,8 @@ from typing import Protocol
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.cache.layout import Place
+from chairlift.cache.states import StateMemory
 from chairlift.device import send, to_device
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
 from chairlift.models.attention import BatchMetadata, Forward, view_length
@@ -106,6 +108,7 @@ class _Buffers:
             self.slots = torch.zeros(max_batch_size, dtype=torch.int32)
             self.lengths = torch.zeros(max_batch_size, dtype=torch.int32)  # tokens in the slot before the step
             self.logits = torch.zeros(max_batch_size, vocab_size)
+            self.counts = torch.zeros(2, max_batch_size, dtype=torch.int32)  # pending inputs: see `SlotStates.counts`
             self.step = torch.zeros(1, dtype=torch.int64)  # of the launch
             self.tokens = torch.zeros(max_batch_size, dtype=torch.int64)
         self.sampling = greedy_table(max_steps, max_batch_size).to(device)
@@ -116,6 +119,7 @@ class _Buffers:
         self.slots[start:].fill_(self._scratch)
         self.input_ids[start:].zero_()
         self.lengths[start:].zero_()
+        self.counts[:, start:].zero_()
 
 
 class _GraphTable:
@@ -163,10 +167,14 @@ class DecodeGraphs:
         recorder: GraphRecorder,
         vocab_size: int,
         max_steps: int,
+        places: tuple[Place | None, ...] | None = None,
+        states: StateMemory | None = None,
     ) -> None:
-        """`blocks`: the cache's; the last slot is the scratch slot. `max_steps`: of a launch."""
+        """`blocks`, `places` and `states`: the cache's; the last slot is the scratch slot. `max_steps`: of a launch."""
         self._forward = forward
         self._blocks = blocks
+        self._places = places
+        self._states = states
         self._last_tokens = last_tokens
         self._recorder = recorder
         self._scratch = len(blocks) - 1
@@ -221,6 +229,9 @@ class DecodeGraphs:
         reach = self._view_length(cache.max_cache_length + num_steps - 1)
         buffers.input_ids[:num_rows] = to_device(input_ids, torch.int64, self._blocks.device)
         buffers.lengths[:num_rows] = cache.cache_lengths
+        if (states := cache.states) is not None:
+            counts = states.num_replayed, states.num_tentative
+            buffers.counts[:, :num_rows] = to_device(counts, torch.int32, self._blocks.device)
         sample = self._load_rows(cache.lookup_table, sampling)
         self._loaded = _Loaded(num_rows, self.forwards.find(self._size_of(num_rows), reach), sample)
 
@@ -282,6 +293,7 @@ class DecodeGraphs:
         input_ids = self._last_tokens.fill_in(buffers.input_ids[:size], cache.lookup_table)
         buffers.logits[:size] = self._forward.logits(self._forward.hidden(batch, input_ids, cache))
         buffers.lengths[:size] += 1
+        buffers.counts[:, :size].zero_()
         buffers.input_ids[:size].fill_(ON_DEVICE)
 
     def _sampling_step(self, size: int, reach: int) -> None:
@@ -302,4 +314,6 @@ class DecodeGraphs:
             is_cache_empty=False,
             max_seq_length=1,
             max_cache_length=longest,
+            places=self._places,
+            states=None if self._states is None else self._states.view_recorded(self._buffers.counts[:, :size]),
         )

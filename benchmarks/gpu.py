@@ -31,7 +31,7 @@ import torch
 import transformers
 from machine import parser_of, print_report
 from on_gpu.measurements import PARTS
-from on_gpu.report import make_lines, table
+from on_gpu.report import Line, make_lines, table
 from on_gpu.scale import SCALES, model_shape
 from on_gpu.setup import Setup
 
@@ -49,17 +49,17 @@ def main() -> int:
         print("gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through", file=sys.stderr)
         return 2
     if arguments.part is not None:
-        setup = Setup(arguments.shape, arguments.device, arguments.dtype, arguments.scratch)
+        setup = Setup(arguments.shape, arguments.device, arguments.dtype, arguments.scratch, arguments.attention)
         print(json.dumps(PARTS[arguments.part](setup)))
         return 0
+    arguments.json = arguments.json or _default_path(arguments)
     report = measure(arguments)
-    arguments.json = arguments.json or _default_path(report["device"], arguments)
     print_report(arguments, **report)
     return 1 if report["failures"] else 0
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs all parts, prints the table; returns the JSON."""
+    """Runs all parts, prints the table; returns the JSON. After each part it is also written to its file."""
     start = time.monotonic()
     measurements: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
@@ -70,18 +70,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 measurements += _run_checks(arguments) if name == _CHECKS else _run_part(name, scratch, arguments)
             except PartError as error:
                 failures[name] = str(error)
-    scale = SCALES[arguments.shape]
-    shapes = {"large": model_shape(scale.large, arguments.dtype), "small": model_shape(scale.small, arguments.dtype)}
-    lines = make_lines(measurements, shapes)
-    print(table(lines, failures))
+            if arguments.json is not None:  # a later part may never end
+                so_far = _report(arguments, measurements, failures, start)
+                arguments.json.write_text(json.dumps(so_far) + "\n", encoding="utf-8")
+    print(table(_lines(arguments, measurements), failures))
+    return _report(arguments, measurements, failures, start)
+
+
+def _report(
+    arguments: argparse.Namespace, measurements: list[dict[str, Any]], failures: dict[str, str], start: float
+) -> dict[str, Any]:
     return {
         "device": _device_name(arguments.device),
         "versions": {each.__name__: each.__version__ for each in (chairlift, torch, transformers)},
         "seconds": round(time.monotonic() - start, 1),
         "measurements": measurements,
-        "table": [asdict(line) | {"verdict": line.verdict} for line in lines],
+        "table": [asdict(line) | {"verdict": line.verdict} for line in _lines(arguments, measurements)],
         "failures": failures,
     }
+
+
+def _lines(arguments: argparse.Namespace, measurements: list[dict[str, Any]]) -> list[Line]:
+    scale = SCALES[arguments.shape]
+    shapes = {"large": model_shape(scale.large, arguments.dtype), "small": model_shape(scale.small, arguments.dtype)}
+    return make_lines(measurements, shapes)
 
 
 class PartError(Exception):
@@ -91,9 +103,10 @@ class PartError(Exception):
 def _run_part(name: str, scratch: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Its measurements, the last line that it prints."""
     options = ["--device", arguments.device, "--shape", arguments.shape, "--dtype", arguments.dtype]
+    options += ["--attention", arguments.attention]
     output = _run([sys.executable, __file__, "--part", name, "--scratch", scratch, *options], arguments.limit)
     line = output.splitlines()[-1]
-    print(line, file=sys.stderr, flush=True)  # a later part may never end
+    print(line, file=sys.stderr, flush=True)
     measurements: list[dict[str, Any]] = json.loads(line)
     return measurements
 
@@ -139,11 +152,11 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _default_path(device: str, arguments: argparse.Namespace) -> Path | None:
+def _default_path(arguments: argparse.Namespace) -> Path | None:
     """Results of a real device are kept."""
     if arguments.device == "cpu":
         return None
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", _device_name(arguments.device).lower()).strip("-")
     return _REPOSITORY / "benchmarks" / "results" / f"gpu-{name}.json"
 
 
@@ -157,6 +170,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0", help="cuda:0, ..., or cpu")
     parser.add_argument("--shape", choices=SCALES, default="full")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--attention", default="auto", help="attention_backend of the engines")
     parser.add_argument("--parts", choices=every, nargs="+", default=every, metavar="PART", help=" ".join(every))
     parser.add_argument("--limit", type=float, default=150.0, help="seconds that a part may take")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

@@ -83,6 +83,7 @@ class Engine:
         num_steps: int,
         graphs: Graphs = Graphs.ALL,
         load_format: str = "dummy",
+        attention: str = "auto",
     ) -> None:
         """`num_steps`: decode steps a launch."""
         config = EngineConfig(
@@ -90,6 +91,7 @@ class Engine:
             device=device,
             dtype=dtype,
             load_format=load_format,
+            attention_backend=attention,
             max_batch_size=num_slots,
             max_seq_len=slot_len,
             max_steps_per_launch=num_steps,

@@ -24,6 +24,7 @@ def main() -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         load_format="dummy",
+        attention_backend=arguments.attention,
         max_batch_size=arguments.max_batch_size,
         max_seq_len=arguments.max_seq_len,
     )
@@ -40,7 +41,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     for name in ("port", "max-batch-size", "max-seq-len"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("device", "dtype"):
+    for name in ("device", "dtype", "attention"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--graphs", type=Graphs, default=Graphs.ALL)
     return parser.parse_args()

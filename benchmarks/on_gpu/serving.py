@@ -69,7 +69,7 @@ def _server(setup: Setup, model: Path, slot_len: int, graphs: Graphs) -> Iterato
     """The URL of a server, which ends with the context. What it prints goes to standard error."""
     port = free_port()
     command = [sys.executable, "-m", "on_gpu.server", str(model), "--port", str(port), "--graphs", graphs]
-    command += ["--device", setup.device, "--dtype", setup.dtype]
+    command += ["--device", setup.device, "--dtype", setup.dtype, "--attention", setup.attention]
     command += ["--max-batch-size", str(setup.scale.traffic.num_clients), "--max-seq-len", str(slot_len)]
     path = os.pathsep.join([*map(str, _PATH), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = subprocess.Popen(command, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": path})

@@ -24,6 +24,7 @@ class Setup:
     device: str
     dtype: str
     scratch: Path
+    attention: str = "auto"
 
     @property
     def scale(self) -> Scale:
@@ -58,6 +59,7 @@ class Setup:
             num_steps=num_steps,
             graphs=graphs,
             load_format=load_format,
+            attention=self.attention,
         )
 
     def decode_workloads(self, decodes: tuple[Decode, ...]) -> list[Workload]:

@@ -1,5 +1,6 @@
 """benchmarks/gpu.py: its figures beside their floors, worked out by hand, and the whole on a CPU at tiny shapes."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -144,6 +145,13 @@ def test_a_run_prints_a_table_and_writes_json_and_a_part_that_fails_is_reported(
     late = run_script(gpu, *tiny, "--parts", "checks", "small", "--limit", "0.01")
     assert (late.code, late.report["failures"]) == (1, dict.fromkeys(("checks", "small"), "took longer than 0.01 s"))
     assert "FAILED checks: took longer than 0.01 s" in late.out
+
+
+def test_results_are_in_their_file_after_each_part_and_not_only_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    settings = {"shape": "tiny", "device": "cpu", "dtype": "float32", "attention": "auto", "limit": 0.01}
+    gpu.measure(argparse.Namespace(parts=["small"], json=file, **settings))
+    assert json.loads(file.read_text(encoding="utf-8"))["failures"] == {"small": "took longer than 0.01 s"}
 
 
 @pytest.mark.parametrize(

@@ -58,18 +58,30 @@ class DrawBatch:
 
     @classmethod
     def of(
-        cls, rows: Sequence[RowPlan], num_steps: int, device: torch.device, guessed: Guessed = NOTHING_GUESSED
+        cls,
+        rows: Sequence[RowPlan],
+        num_steps: int,
+        device: torch.device,
+        guessed: Guessed = NOTHING_GUESSED,
+        *,
+        has_greedy: bool = False,
     ) -> Self | None:
-        """`rows`: by place. None if every row is greedy."""
+        """`rows`: by place. None if every row is greedy. `has_greedy`: greedy rows beside others are included."""
         places = [place for place, row in enumerate(rows) if not row.key.params.is_greedy]
         if not places:
             return None
+        if has_greedy:
+            places = list(range(len(rows)))
         drawing = [rows[place] for place in places]
         kind = max(DrawKind.of(row.key.params) for row in drawing)
         num_guessed = [len(guessed.get(place, ())) for place in places] if guessed else ()
         return cls(
             kind, to_device(places, torch.int64, device), send(draw_table(drawing, num_steps, num_guessed), device)
         )
+
+    def table_of(self, step: int) -> torch.Tensor:
+        """Returns the table from that step of the launch on."""
+        return torch.cat((self.table[:_NUM_KNOBS], self.table[_NUM_KNOBS + step :])) if step else self.table
 
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """float32 `[N, vocab]` -> int64 `[R]`: the tokens of these rows, for that step of the launch."""
@@ -211,11 +223,12 @@ def prepare_graph_sampling(rows: Sequence[RowPlan], num_steps: int) -> GraphSamp
 
 
 def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """float32 `[N, vocab]` -> int64 `[N]`, INVALID_TOKEN where there is none, as `Sampler.sample` would.
+    """Logits `[N, vocab]` of any float type -> int64 `[N]`, INVALID_TOKEN where there is none, as `Sampler` would.
 
     `table`: on the device, possibly of more steps; `step`: int64 `[1]`, on the device. All shapes depend only on those
     of the arguments.
     """
+    logits = logits.float()
     best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
     if kind is not DrawKind.GREEDY:
         drawn = draw(logits, kind, table, table[_NUM_KNOBS:].index_select(0, step).squeeze(0))

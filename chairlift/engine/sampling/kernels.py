@@ -1,0 +1,43 @@
+"""Chooses what samples all rows of a launch together: kernels in Triton on a CUDA device, else torch's operators."""
+
+import functools
+import importlib.util
+import logging
+from typing import Protocol
+
+import torch
+
+from chairlift.engine.sampling.drawing import DrawKind
+
+logger = logging.getLogger(__name__)
+
+
+class SampleRows(Protocol):
+    """Samples rows together; see `drawing.sample_in_graph`, which is one."""
+
+    def __call__(
+        self, logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor, /
+    ) -> torch.Tensor: ...
+
+
+def sample_by_kernels(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Samples as `drawing.sample_in_graph` does, in a few launches that read the logits as they are."""
+    from chairlift.kernels.draw import draw_tokens
+
+    if kind is DrawKind.GREEDY:
+        return draw_tokens(logits)
+    return draw_tokens(logits, table, step, has_cutoffs=kind is DrawKind.TOP)
+
+
+@functools.cache
+def find_kernels(device: torch.device) -> SampleRows | None:
+    """Returns the kernels if they run on that device, which takes Triton and a C compiler; else None."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        sample_by_kernels(torch.zeros(1, 16, device=device), DrawKind.GREEDY, torch.empty(0), torch.empty(0))
+    except Exception as error:  # of the compiler, or due to a missing program or library: all have the same effect
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning("tokens are sampled operator by operator, which is slower: %s", reason)
+        return None
+    return sample_by_kernels

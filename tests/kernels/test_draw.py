@@ -1,0 +1,173 @@
+"""Tokens drawn by Triton's kernels, against those that operators draw."""
+
+import pytest
+import torch
+import triton.language as tl
+
+from chairlift.engine.sampling.drawing import DrawKind, sample_in_graph
+from chairlift.engine.sampling.kernels import sample_by_kernels
+from chairlift.kernels import draw
+from chairlift.kernels.draw import draw_tokens
+from tests.support.gpu import needs_gpu
+from tests.support.triton_compiler import Compilation, compile_all
+
+ALL, NOTHING_CUT = 2.0**24, float("inf")  # top-k and top-p of rows that have none
+
+_POINTERS = {
+    "table": "*fp64",
+    "step": "*i64",
+    "peaks": "*fp32",
+    "bests": "*i32",
+    "shares": "*fp32",
+    "found": "*i32",
+    "limits": "*fp32",
+    "masses": "*fp64",
+    "tokens": "*i64",
+}
+_NUMBERS = ("size", "row_stride", "table_stride", "num_rows", "num_parts", "num_tiles")
+_TURNS = ("turn", "first_turn", "shift", "last_shift")
+
+
+_ALIGNED = {
+    "_find_peaks": ("logits", "peaks", "bests", "size", "row_stride"),
+    "_narrow": ("logits", "table", "peaks", "shares", "found", "limits", "size", "row_stride"),
+    "_add_up": ("logits", "table", "peaks", "shares", "found", "limits", "masses", "size", "row_stride"),
+    "_pick": (
+        *("logits", "table", "step", "peaks", "bests", "limits", "masses", "tokens"),
+        *("size", "row_stride"),
+    ),
+}
+
+
+def _compilation(kernel: str, num_warps: int, logits: str, **flags: bool) -> Compilation:
+    types = {"logits": f"*{logits}", **_POINTERS, **dict.fromkeys((*_NUMBERS, *_TURNS), "i32")}
+    return Compilation(
+        name="-".join([kernel, logits, *(flag for flag, is_set in flags.items() if is_set)]),
+        module=draw.__name__,
+        kernel=kernel,
+        types=types,
+        constants=flags,
+        aligned=_ALIGNED[kernel],
+        options={"num_warps": num_warps, "enable_fp_fusion": False},
+    )
+
+
+COMPILATIONS = tuple(
+    compilation
+    for logits in ("bf16", "fp32")
+    for compilation in (
+        _compilation("_find_peaks", 4, logits),
+        *(
+            _compilation("_narrow", 8, logits, IS_MASS=is_mass, IS_FIRST=is_first)
+            for is_mass in (False, True)
+            for is_first in (False, True)
+        ),
+        *(_compilation("_add_up", 4, logits, IS_CUT=is_cut) for is_cut in (False, True)),
+        *(_compilation("_pick", 4, logits, IS_DRAWN=is_drawn) for is_drawn in (False, True)),
+    )
+)
+
+
+def table_of(num_rows: int, num_steps: int = 1, seed: int = 1) -> torch.Tensor:
+    """A table in which neighbours ask for different things, and a fifth are greedy."""
+    knobs = [
+        [
+            float(row % 5 != 0),
+            (0.7, 1.0, 1.5)[row % 3],
+            (0.0, 0.02)[row % 2],
+            (ALL, 5.0, 40.0, 1.0)[row % 4],
+            (NOTHING_CUT, 0.9, 0.5, 0.999)[row // 2 % 4],
+        ]
+        for row in range(num_rows)
+    ]
+    uniforms = torch.rand(num_steps, num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.cat((torch.tensor(knobs, dtype=torch.float64).T, uniforms))
+
+
+def logits_of(num_rows: int, size: int, seed: int = 0) -> torch.Tensor:
+    return 3.0 * torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a large tile as for several small ones of a small vocabulary."""
+    monkeypatch.setattr(draw, "_TILE", tl.constexpr(64))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiles of kernels that were compiled do not change")
+@pytest.mark.usefixtures("small_tiles")
+class TestInterpreted:
+    """Small vocabularies of several tiles."""
+
+    def test_rows_get_the_tokens_that_operators_draw(self) -> None:
+        logits, table = logits_of(6, 100), table_of(6, num_steps=2)
+        logits[4, 30:50] = logits[4].max() + 1.0  # ties
+        step = torch.tensor([1])
+        drawn = draw_tokens(logits, table, step, has_cutoffs=True)
+        assert drawn.tolist() == sample_in_graph(logits, DrawKind.TOP, table, step).tolist()
+
+    def test_and_with_few_bits_in_parts_of_several_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(draw, "_MOST_BLOCKS", 12)
+        logits, table = logits_of(12, 110).bfloat16(), table_of(12)
+        first = torch.tensor([0])
+        drawn = draw_tokens(logits, table, first, has_cutoffs=True)
+        assert drawn.tolist() == sample_in_graph(logits, DrawKind.TOP, table, first).tolist()
+
+    @pytest.mark.parametrize("kind", [DrawKind.GREEDY, DrawKind.MIN_P], ids=str)
+    def test_rows_may_be_parts_of_wider_tensors(self, kind: DrawKind) -> None:
+        logits, table, first = logits_of(8, 200)[:6, :130], table_of(9)[:, :6], torch.tensor([0])
+        table[3], table[4] = ALL, NOTHING_CUT
+        drawn = sample_by_kernels(logits, kind, table, first)
+        assert drawn.tolist() == sample_in_graph(logits, kind, table, first).tolist()
+
+    @pytest.mark.parametrize("has_table", [True, False])
+    def test_rows_that_are_not_finite_get_no_token(self, has_table: bool) -> None:
+        logits = logits_of(5, 150)
+        logits[0, 140], logits[1, 3], logits[2], logits[3, :149] = torch.nan, torch.inf, -torch.inf, -torch.inf
+        table = table_of(7)[:, 1:6] if has_table else None
+        drawn = draw_tokens(logits, table, torch.tensor([0]), has_cutoffs=True)
+        assert drawn[:4].tolist() == [-1, -1, -1, 149]
+        assert 0 <= drawn[4] < 150
+
+    def test_top_p_keeps_one_and_greedy_takes_the_first_of_equal_ones(self) -> None:
+        logits, table = logits_of(2, 150), table_of(2)
+        logits[:, 100] = logits[:, 20] = 50.0
+        logits[1, 20] = 49.0
+        table[0], table[4] = torch.tensor([0.0, 1.0]), 1e-9
+        assert draw_tokens(logits, table, torch.tensor([0]), has_cutoffs=True).tolist() == [20, 100]
+
+
+def test_no_rows_get_no_tokens() -> None:
+    assert draw_tokens(torch.empty(0, 150)).tolist() == []
+
+
+def test_kernels_compile_without_spilling_registers() -> None:
+    compiled = compile_all(__name__)
+    assert len(compiled) == len(COMPILATIONS)
+    assert {name: each.stack_bytes for name, each in compiled.items() if each.stack_bytes} == {}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 32, 256])
+@pytest.mark.parametrize("size", [50_257, 151_936])
+def test_a_gpu_draws_what_operators_draw(size: int, num_rows: int, dtype: torch.dtype) -> None:
+    """Sums are rounded differently there, which may move a draw across the border of two tokens, but seldom."""
+    logits, table = logits_of(num_rows, size).to("cuda", dtype), table_of(num_rows, num_steps=4).cuda()
+    same = []
+    for step in range(4):
+        for kind in DrawKind:
+            at = torch.tensor([step], device="cuda")
+            drawn = sample_by_kernels(logits, kind, table, at)
+            same.append(drawn == sample_in_graph(logits, kind, table, at))
+            assert torch.equal(drawn, sample_by_kernels(logits, kind, table, at)), "the same again"
+    assert torch.cat(same).float().mean() > 0.98
+
+
+@needs_gpu
+def test_a_gpu_draws_a_row_alike_alone_and_beside_others() -> None:
+    logits, table = logits_of(64, 128_256).to("cuda", torch.bfloat16), table_of(64).cuda()
+    first = torch.zeros(1, dtype=torch.int64, device="cuda")
+    together = draw_tokens(logits, table, first, has_cutoffs=True)
+    alone = [draw_tokens(logits[i : i + 1], table[:, i : i + 1], first, has_cutoffs=True) for i in range(64)]
+    assert (torch.cat(alone) == together).float().mean() > 0.96

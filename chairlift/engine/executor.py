@@ -87,9 +87,9 @@ class Executor:
         num_slots = self.config.num_slots + (recorder is not None)
         self.cache = allocate_cache(shape.kept(self.config.dtype), shape.states(), num_slots, self.config)
         last_tokens = LastTokens(num_slots, device)
+        self.sampler = self._parts.make_sampler(self.vocab_size, num_slots, device)
         if recorder is not None:
             self.graphs = self._make_graphs(recorder, last_tokens)
-        self.sampler = self._parts.make_sampler(self.vocab_size, num_slots, device)
         return self._parts.make_runner(
             self.forward, self.cache, self.sampler, last_tokens, self.graphs, is_divided=self.is_divided
         )
@@ -106,6 +106,7 @@ class Executor:
                 recorder,
                 self.vocab_size,
                 max_steps,
+                self.sampler.sample_rows,
                 self.cache.places,
                 next(iter(self.cache.state_memories), None),
             )

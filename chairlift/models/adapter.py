@@ -106,6 +106,11 @@ class AdaptedDecoder(nn.Module):
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The type of logits."""
+        return torch.float32
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits: torch.Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

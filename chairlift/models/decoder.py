@@ -125,9 +125,15 @@ class Decoder(nn.Module):
         normalised: torch.Tensor = self.model.norm.add(stream.x, stream.delta)[1]
         return normalised
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The type of logits: the model's, unless they are changed after the last product."""
+        is_changed = self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None
+        return torch.float32 if is_changed else self.dtype
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, hidden]` -> float32 `[N, vocab]`."""
-        logits: torch.Tensor = self.lm_head(hidden).float()
+        """`[N, hidden]` -> `[N, vocab]`, of `logits_dtype`."""
+        logits: torch.Tensor = self.lm_head(hidden).to(self.logits_dtype)
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         cap = self.config.logits_softcap

@@ -45,6 +45,11 @@ class TorchForward:
         hidden: torch.Tensor = self._model(input_ids, batch.positions, attend, *states)
         return hidden
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The type of what `logits` returns."""
+        return self._model.logits_dtype
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         return self._model.logits(hidden)

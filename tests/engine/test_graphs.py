@@ -6,6 +6,7 @@ the one before.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import drawing
-from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling, sample_in_graph
+from chairlift.engine.sampling.kernels import SampleRows
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention.torch_sdpa import TorchBackend
@@ -39,11 +41,17 @@ FEW = frozenset[int]()  # at start only the graphs of the largest batch are reco
 
 
 def graphed(
-    model: str, recorder: Recorder | None, num_ahead: int = 0, common_sizes: frozenset[int] = ALL_SIZES, **config: Any
+    model: str,
+    recorder: Recorder | None,
+    num_ahead: int = 0,
+    common_sizes: frozenset[int] = ALL_SIZES,
+    kernels: SampleRows | None = None,
+    **config: Any,
 ) -> LLM:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
     load = with_attention(lambda model: TorchBackend(model.attention, is_in_place=False))
-    parts = Parts(load_forward=load, pacing=Pacing(num_ahead, recorder, common_sizes))
+    pacing = Pacing(num_ahead, recorder, common_sizes)
+    parts = Parts(load_forward=load, pacing=pacing, make_sampler=partial(Sampler, kernels=kernels))
     return LLM.of(make_core(model, parts, **{**PLAIN, **config}))
 
 
@@ -127,6 +135,26 @@ def test_kinds_side_by_side_come_and_go(tiny: str, plain: LLM, steps: int) -> No
     expected = tokens_of(plain.generate(PROMPTS[:7], params))
     with graphed(tiny, Recorder(), 1, FEW, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(PROMPTS[:7], params)) == expected
+
+
+def test_kernels_sample_all_rows_from_logits_as_they_are(tiny: str) -> None:
+    params = [GREEDY.model_copy(update=fields) for fields in CASES.values()]
+    prompts = (PROMPTS * len(params))[: len(params)]
+    seen: set[tuple[DrawKind, torch.dtype]] = set()
+
+    def sample_all(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        seen.add((kind, logits.dtype))
+        return sample_in_graph(logits, kind, table, step)
+
+    with graphed(tiny, None, 1, dtype="bfloat16") as llm:
+        expected = tokens_of(llm.generate(prompts, params))
+        alone = tokens_of(llm.generate(PROMPTS[:3], GREEDY))
+    with graphed(tiny, Recorder(), 1, kernels=sample_all, dtype="bfloat16", max_steps_per_launch=2) as llm:
+        assert tokens_of(llm.generate(prompts, params)) == expected
+        assert (DrawKind.TOP, torch.float32) in seen  # beside rows with penalties
+        seen.clear()
+        assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == alone
+        assert seen == {(DrawKind.GREEDY, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(("logprobs", "num_replayed"), [(None, 1 + 2 * 8), (1, 8)])

@@ -131,7 +131,7 @@ def last_logits(
         ids = torch.tensor([token for tokens in part for token in tokens], device=device)
         hidden = model(ids, batch.positions, attention.prepare(batch, inputs[0]))
         cache.step(new, inputs)
-    return model.logits(hidden)
+    return model.logits(hidden).float()
 
 
 @torch.inference_mode()

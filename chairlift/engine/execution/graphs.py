@@ -18,7 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,7 +26,8 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.cache.layout import Place
 from chairlift.cache.states import StateMemory
 from chairlift.device import send, to_device
-from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
+from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table
+from chairlift.engine.sampling.kernels import SampleRows
 from chairlift.models.attention import BatchMetadata, Forward, view_length
 from chairlift.plan import ON_DEVICE
 
@@ -96,18 +97,32 @@ def batch_sizes(max_batch_size: int) -> list[int]:
     return [*sorted(size for size in sizes if size < max_batch_size), max_batch_size]
 
 
+@runtime_checkable
+class _Typed(Forward, Protocol):
+    """A forward that tells the type of its logits."""
+
+    @property
+    def logits_dtype(self) -> torch.dtype: ...
+
+
 class _Buffers:
     """Holds what graphs read and write, one entry per row. A batch of `size` rows takes the first `size` of each."""
 
     def __init__(
-        self, max_batch_size: int, max_steps: int, vocab_size: int, scratch: int, device: torch.device
+        self,
+        max_batch_size: int,
+        max_steps: int,
+        vocab_size: int,
+        scratch: int,
+        device: torch.device,
+        logits_dtype: torch.dtype,
     ) -> None:
         with torch.device(device):
             self.row_offsets = torch.arange(max_batch_size + 1, dtype=torch.int32)  # [B + 1]
             self.input_ids = torch.zeros(max_batch_size, dtype=torch.int64)
             self.slots = torch.zeros(max_batch_size, dtype=torch.int32)
             self.lengths = torch.zeros(max_batch_size, dtype=torch.int32)  # tokens in the slot before the step
-            self.logits = torch.zeros(max_batch_size, vocab_size)
+            self.logits = torch.zeros(max_batch_size, vocab_size, dtype=logits_dtype)
             self.counts = torch.zeros(2, max_batch_size, dtype=torch.int32)  # pending inputs: see `SlotStates.counts`
             self.step = torch.zeros(1, dtype=torch.int64)  # of the launch
             self.tokens = torch.zeros(max_batch_size, dtype=torch.int64)
@@ -167,6 +182,7 @@ class DecodeGraphs:
         recorder: GraphRecorder,
         vocab_size: int,
         max_steps: int,
+        sample_rows: SampleRows,
         places: tuple[Place | None, ...] | None = None,
         states: StateMemory | None = None,
     ) -> None:
@@ -179,8 +195,10 @@ class DecodeGraphs:
         self._recorder = recorder
         self._scratch = len(blocks) - 1
         self._max_steps = max_steps
+        self._sample_rows = sample_rows
         self._sizes = batch_sizes(self._scratch)
-        self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device)
+        logits_dtype = forward.logits_dtype if isinstance(forward, _Typed) else torch.float32
+        self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device, logits_dtype)
         self.forwards = _GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # by tokens read
         self.samplings = _GraphTable(lambda *key: self._record(lambda: self._sampling_step(*key)))  # by `DrawKind`
         self._loaded: _Loaded | None = None
@@ -236,7 +254,7 @@ class DecodeGraphs:
         self._loaded = _Loaded(num_rows, self.forwards.find(self._size_of(num_rows), reach), sample)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, sampling: GraphSampling) -> torch.Tensor:
-        """Samples logits not computed by a graph, float32 `[N, vocab]`, for slots, int32 `[N]`; see `next_tokens`."""
+        """Samples logits not computed by a graph, `[N, vocab]`, for slots, int32 `[N]`; see `next_tokens`."""
         replay = self._load_rows(slots, sampling)
         assert replay is not None, "sampling was given"
         self._buffers.logits[: len(logits)] = logits
@@ -259,7 +277,7 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def next_logits(self) -> torch.Tensor:
-        """Runs one step: float32 `[num_rows, vocab]`, valid until the next. The caller records what it samples."""
+        """Runs one step: logits `[num_rows, vocab]`, valid until the next. The caller records what it samples."""
         assert self._loaded is not None, "load comes first"
         self._loaded.forward()
         return self._buffers.logits[: self._loaded.num_rows]
@@ -299,7 +317,7 @@ class DecodeGraphs:
     def _sampling_step(self, size: int, reach: int) -> None:
         """The work of a sampling graph."""
         buffers, kind = self._buffers, DrawKind(reach)
-        tokens = sample_in_graph(buffers.logits[:size], kind, buffers.sampling[:, :size], buffers.step)
+        tokens = self._sample_rows(buffers.logits[:size], kind, buffers.sampling[:, :size], buffers.step)
         buffers.tokens[:size] = tokens
         if kind is not DrawKind.GREEDY:
             buffers.step.add_(1).remainder_(self._max_steps)  # recording may exceed a launch's steps

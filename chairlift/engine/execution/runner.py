@@ -121,7 +121,8 @@ class ModelRunner:
             self._cache.perform(plan.jobs)
             inputs = self._cache.view(plan.reservation)
             input_ids = to_device(_input_ids(plan.rows), torch.int64, self._device)
-            return self._forward.logits(self._forward.hidden(self._first_batch(plan), input_ids, inputs[0])[places])
+            hidden = self._forward.hidden(self._first_batch(plan), input_ids, inputs[0])
+            return self._forward.logits(hidden[places]).float()
 
     def record_missing(self) -> bool:
         """See `DecodeGraphs`."""

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from chairlift.device import bring, send, to_device
-from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch, DrawKind, sample_in_graph
 from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
+from chairlift.engine.sampling.kernels import SampleRows, find_kernels
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
@@ -68,7 +69,7 @@ def score_tokens(
     following = to_device(tokens, torch.int64, hidden.device)
     blocks = zip(torch.split(hidden, _BLOCK_SIZE), torch.split(following, _BLOCK_SIZE), strict=True)
     return LogprobTensors.join(
-        [pick_logprobs(logits_of(block).log_softmax(dim=-1), own, num_top) for block, own in blocks]
+        [pick_logprobs(logits_of(block).float().log_softmax(dim=-1), own, num_top) for block, own in blocks]
     )
 
 
@@ -112,6 +113,11 @@ class SamplingBatch:
     logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
     num_top_logprobs: list[int]  # how many likeliest tokens each of them wants
 
+    def changes_logits(self, step: int) -> bool:
+        """Returns true if a row's logits are not sampled as they are in that step of the launch."""
+        has_masks = self.masks is not None and step == 0
+        return has_masks or self.additions[step] is not None or bool(self.refused) or self.penalties is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -124,8 +130,14 @@ class Sampled:
 class Sampler:
     """Turns logits into tokens. Holds the token counts that penalties need, by slot."""
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, num_slots: int, device: torch.device, kernels: SampleRows | None = None
+    ) -> None:
+        """`kernels`: sample all rows of a launch together; None: those that the device has, if any."""
         self._device = device
+        self._kernels = kernels or find_kernels(device)
+        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._no_table = torch.empty(0, 0, dtype=torch.float64, device=device)
         self._penalties = PenaltyState(vocab_size, num_slots, device)
         self._constants: dict[SamplingKey, _Constants] = {}  # for the rows of the last launch
 
@@ -142,12 +154,31 @@ class Sampler:
             additions=self._additions(rows, num_steps, guessed),
             refused=self._refused(rows),
             penalties=self._penalties.prepare(rows, guessed),
-            draws=DrawBatch.of(rows, num_steps, self._device, guessed),
+            draws=DrawBatch.of(rows, num_steps, self._device, guessed, has_greedy=self._kernels is not None),
         )
 
+    @property
+    def sample_rows(self) -> SampleRows:
+        """Samples rows that need nothing else, in a way that a graph can record."""
+        return self._kernels or sample_in_graph
+
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
-        """float32 `[N, vocab]` (changed in place) -> tokens, for that step of the launch."""
-        raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(dim=-1)
+        """Logits `[N, vocab]` of any float type (float32 ones are changed in place) -> that step's tokens."""
+        if self._kernels is None or batch.changes_logits(step):
+            logits = logits.float()
+        raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].float().log_softmax(dim=-1)
+        self._change(logits, batch, step)
+        tokens = self._choose(logits, batch.draws, step)
+        chosen = tokens.clamp(min=0)  # without a valid token a row ends; its surplus only has to be harmless
+        if batch.penalties is not None:
+            self._penalties.count(batch.penalties, chosen)
+        logprobs = None
+        if raw is not None and batch.logprob_rows is not None:
+            logprobs = pick_logprobs(raw, chosen[batch.logprob_rows], max(batch.num_top_logprobs))
+        return Sampled(tokens, logprobs)
+
+    def _change(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> None:
+        """Applies bias, masks and penalties in place."""
         additions = batch.additions[step]
         if additions is not None:
             logits.index_put_((additions.rows, additions.tokens), additions.values, accumulate=True)
@@ -157,18 +188,20 @@ class Sampler:
             batch.masks.apply(logits)
         if batch.penalties is not None:
             self._penalties.apply(batch.penalties, logits)
+
+    def _choose(self, logits: torch.Tensor, draws: DrawBatch | None, step: int) -> torch.Tensor:
+        """Returns tokens, int64 `[N]`; INVALID_TOKEN where there is none."""
+        if self._kernels is not None and draws is not None:
+            return self._kernels(logits, draws.kind, draws.table_of(step), self._first_step)
+        if self._kernels is not None:
+            return self._kernels(logits, DrawKind.GREEDY, self._no_table, self._first_step)
         best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
-        if batch.draws is not None:
-            tokens[batch.draws.rows] = batch.draws.draw(logits, step)
-        if batch.penalties is not None:
-            self._penalties.count(batch.penalties, tokens)
-        logprobs = None
-        if raw is not None and batch.logprob_rows is not None:
-            logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
-        return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
+        if draws is not None:
+            tokens[draws.rows] = draws.draw(logits, step)
+        return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
+        """Samples logits `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
         params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
         key = SamplingKey("rehearsal", params, seed=0, num_prompt_tokens=1)
         work = Work(is_sampled=True, history=[0])

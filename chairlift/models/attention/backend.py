@@ -72,7 +72,7 @@ class Forward(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        """`[N, hidden]` -> `[N, vocab]`, float32 or the model's type."""
         ...
 
 

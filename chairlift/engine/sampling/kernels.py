@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from chairlift.device import on_device
 from chairlift.engine.sampling.drawing import DrawKind
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,10 @@ def find_kernels(device: torch.device) -> SampleRows | None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     try:
-        sample_by_kernels(torch.zeros(1, 16, device=device), DrawKind.GREEDY, torch.empty(0), torch.empty(0))
+        with on_device(device):
+            sample_by_kernels(
+                torch.zeros(1, 16, device=device), DrawKind.GREEDY, torch.empty(0), torch.empty(0)
+            ).tolist()
     except Exception as error:  # of the compiler, or due to a missing program or library: all have the same effect
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logger.warning("tokens are sampled operator by operator, which is slower: %s", reason)

@@ -6,9 +6,22 @@ import pytest
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.device import to_device
 from chairlift.models import ragged_recurrence
 from chairlift.models.attention import BatchMetadata
-from tests.support.recurrences import BLOCKS, Recurrence, Run, drive, recurrence
+from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block
+from chairlift.models.recurrence import Recur
+from tests.support.gpu import needs_gpu, no_waiting
+from tests.support.recurrences import (
+    BLOCKS,
+    LENGTH,
+    NUM_SLOTS,
+    Recurrence,
+    Run,
+    drive,
+    make_recurrence,
+    recurrence,
+)
 from tests.support.triton_compiler import Compilation, compile_all
 
 _STRIDES = {"inputs_stride": "i32", "pending_slot_stride": "i32", "pending_stride": "i32"}
@@ -59,6 +72,7 @@ COMPILATIONS = (
     ),
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = pytest.mark.parametrize("kind", BLOCKS)
 NUM_ROWS, NUM_TOKENS = 2, 12
 
@@ -66,15 +80,17 @@ NUM_ROWS, NUM_TOKENS = 2, 12
 def with_kernels(ours: Recurrence) -> Run:
     """Runs the same by kernels."""
 
-    def run(batch: ContinuousBatchingKVCacheCollection, tokens: torch.Tensor) -> torch.Tensor:
-        assert batch.states is not None
-        counts = batch.states.num_new
-        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        places = torch.zeros(len(tokens), dtype=torch.int64)
-        metadata = BatchMetadata(offsets, places, batch.states.slots, counts, batch.states.starts, 0)
-        return ragged_recurrence.prepare(metadata, batch)(1, tokens, ours.block)
+    return lambda batch, tokens: prepared(batch, len(tokens))(1, tokens, ours.block)
 
-    return run
+
+def prepared(batch: ContinuousBatchingKVCacheCollection, num_tokens: int) -> Recur:
+    """Prepares kernels for a batch as a forward pass does."""
+    assert batch.states is not None
+    counts = batch.states.num_new
+    offsets = to_device([0, *accumulate(counts)], torch.int32, batch.blocks.device)
+    places = torch.zeros(num_tokens, dtype=torch.int64)
+    metadata = BatchMetadata(offsets, places, batch.states.slots, counts, batch.states.starts, 0)
+    return ragged_recurrence.prepare(metadata, batch)
 
 
 def whole(ours: Recurrence, slot: int) -> torch.Tensor:
@@ -84,7 +100,7 @@ def whole(ours: Recurrence, slot: int) -> torch.Tensor:
 
 @KINDS
 def test_outputs_and_states_are_those_of_the_code_in_torch(kind: str) -> None:
-    ours, counts, tentative = recurrence(kind), [1, 9, 4], [0, 3, 4]
+    ours, counts, tentative = recurrence(kind, DEVICE), [1, 9, 4], [0, 3, 4]
     memories = []
     for run in (ours.run, with_kernels(ours)):
         slots = ours.start()
@@ -97,9 +113,44 @@ def test_outputs_and_states_are_those_of_the_code_in_torch(kind: str) -> None:
 
 @KINDS
 def test_chunks_guesses_replays_and_batches_change_no_bit(kind: str) -> None:
-    ours = recurrence(kind)
+    ours = recurrence(kind, DEVICE)
     for slot, outputs in drive(ours, 1, with_kernels(ours), NUM_ROWS, NUM_TOKENS).items():
         assert torch.equal(outputs, whole(ours, slot))
+
+
+REAL: dict[str, Block] = {
+    "gated delta net": GatedDeltaNetBlock(
+        num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, kernel_size=4, norm_eps=1e-6
+    ),
+    "gated short conv": GatedShortConvBlock(num_features=2048, kernel_size=3),
+    "mamba 2": Mamba2Block(num_heads=64, head_dim=64, num_groups=8, state_size=128, kernel_size=4, norm_eps=1e-6),
+    "mamba 2, wide states": Mamba2Block(
+        num_heads=24, head_dim=64, num_groups=1, state_size=256, kernel_size=4, norm_eps=1e-6
+    ),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", REAL)
+def test_recurrences_of_real_models_are_right_in_every_mix(kind: str) -> None:
+    ours = make_recurrence(REAL[kind], DEVICE, torch.bfloat16)
+    slots, counts = list(range(NUM_SLOTS)), [LENGTH] * NUM_SLOTS
+    expected = ours.run(ours.start().advance(slots, counts), ours.inputs.flatten(0, 1))
+    together = with_kernels(ours)(ours.start().advance(slots, counts), ours.inputs.flatten(0, 1))
+    assert torch.linalg.vector_norm(together - expected) < 1e-4 * torch.linalg.vector_norm(expected)
+    for seed in range(3):
+        for slot, outputs in drive(ours, seed, with_kernels(ours)).items():
+            assert torch.equal(outputs, together[slot * LENGTH :][:LENGTH])
+
+
+@needs_gpu
+def test_only_shapes_are_looked_at_by_the_host() -> None:
+    ours = make_recurrence(REAL["mamba 2"], DEVICE, torch.bfloat16)
+    batches = [ours.start().advance([0, 3], [1, 20], [1, 8]) for _ in range(2)]
+    with_kernels(ours)(batches[0], ours.inputs[0, :21])  # compiles
+    with no_waiting():
+        run = prepared(batches[1], 21)
+        run(1, ours.inputs[0, :21], ours.block)
 
 
 @pytest.mark.parametrize("case", COMPILATIONS, ids=lambda case: case.name)

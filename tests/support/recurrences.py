@@ -31,9 +31,9 @@ Run = Callable[[ContinuousBatchingKVCacheCollection, torch.Tensor], torch.Tensor
 class Slots:
     """A cache whose second layer has a state, beside one that keeps keys and values."""
 
-    def __init__(self, params: StateParams) -> None:
+    def __init__(self, params: StateParams, device: torch.device | str = "cpu") -> None:
         self.cache = ContinuousBatchingKVCacheManager(
-            [KEYS, None], NUM_SLOTS, LENGTH, 2, ["cpu"], states=[None, params], max_tentative=MAX_TENTATIVE
+            [KEYS, None], NUM_SLOTS, LENGTH, 2, [device], states=[None, params], max_tentative=MAX_TENTATIVE
         )
         self.cache.claim(NUM_SLOTS)
         (self.memory,) = self.cache.state_memories
@@ -58,7 +58,7 @@ class Recurrence:
     inputs: torch.Tensor  # [slots, LENGTH, num_inputs]
 
     def start(self) -> Slots:
-        return Slots(self.params)
+        return Slots(self.params, self.inputs.device)
 
     def run(self, batch: ContinuousBatchingKVCacheCollection, tokens: torch.Tensor) -> torch.Tensor:
         """Takes the tokens of all rows one after the other, in torch."""
@@ -71,24 +71,31 @@ class Recurrence:
         return self.run(self.start().advance([slot], [LENGTH]), self.inputs[slot])
 
 
-@cache
-def recurrence(kind: str) -> Recurrence:
-    block = BLOCKS[kind]
+def make_recurrence(block: Block, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Recurrence:
+    """Makes random weights and inputs, the same on every device."""
     generator = torch.Generator().manual_seed(4)
     module = block.make(1, HIDDEN, lambda size: RMSNorm(size, 1e-6))
     for parameter in module.parameters():
         parameter.requires_grad_(False).normal_(0.0, 0.7, generator=generator)
+    module.to(device, dtype)
     caught: list[Recurrent] = []
 
     def catch(_: int, inputs: torch.Tensor, recurrent: Recurrent) -> torch.Tensor:
         caught.append(recurrent)
         return prepare_without_states([None, block.state()])(1, inputs, recurrent)
 
-    module(torch.ones(1, HIDDEN), Pass({}, torch.zeros(1, dtype=torch.int64), lambda *_: torch.empty(0), catch))
+    token, place = torch.ones(1, HIDDEN, dtype=dtype, device=device), torch.zeros(1, dtype=torch.int64)
+    module(token, Pass({}, place, lambda *_: torch.empty(0), catch))
     params = block.state()
     assert params is not None
     inputs = torch.randn(NUM_SLOTS, LENGTH, params.num_inputs, generator=generator)
-    return Recurrence(params, caught[0], inputs)
+    return Recurrence(params, caught[0], inputs.to(device, dtype))
+
+
+@cache
+def recurrence(kind: str, device: str = "cpu") -> Recurrence:
+    """A recurrence of that kind, of sizes that fit no kernel well."""
+    return make_recurrence(BLOCKS[kind], device)
 
 
 def drive(

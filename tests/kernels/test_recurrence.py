@@ -1,5 +1,6 @@
 """Kernels of recurrent layers: the torch code's numbers, and bits that no cut and no neighbour changes."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -14,7 +15,9 @@ from chairlift.models.recurrence import Recur
 from tests.support.gpu import needs_gpu, no_waiting
 from tests.support.recurrences import (
     BLOCKS,
+    DELTA_NET,
     LENGTH,
+    MAMBA,
     NUM_SLOTS,
     Recurrence,
     Run,
@@ -98,9 +101,15 @@ def whole(ours: Recurrence, slot: int) -> torch.Tensor:
     return with_kernels(ours)(ours.start().advance([slot], [NUM_TOKENS]), ours.inputs[slot, :NUM_TOKENS])
 
 
-@KINDS
+OTHERS: dict[str, Block] = {
+    "tiled heads": replace(DELTA_NET, has_tiled_heads=True, kernel_size=2),
+    "limits": replace(MAMBA, dt_limits=(0.4, 0.7), has_conv_bias=False, num_groups=1),
+}
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, *OTHERS])
 def test_outputs_and_states_are_those_of_the_code_in_torch(kind: str) -> None:
-    ours, counts, tentative = recurrence(kind, DEVICE), [1, 9, 4], [0, 3, 4]
+    ours, counts, tentative = make_recurrence((BLOCKS | OTHERS)[kind], DEVICE), [1, 9, 4], [0, 3, 4]
     memories = []
     for run in (ours.run, with_kernels(ours)):
         slots = ours.start()

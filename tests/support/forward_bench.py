@@ -38,11 +38,11 @@ class Step:
 class Bench:
     """A forward pass and a cache of its own."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, forward: Forward) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, forward: Forward, device: str = "cpu") -> None:
         """`dtype`: that the model computes in."""
         kept = shape.kept(DType(str(dtype).removeprefix("torch.")))
         self.cache = ContinuousBatchingKVCacheManager(
-            kept, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"], states=shape.states(), max_tentative=MAX_TENTATIVE
+            kept, NUM_SLOTS, SLOT_LEN, shape.num_layers, [device], states=shape.states(), max_tentative=MAX_TENTATIVE
         )
         for memory in self.cache.state_memories:  # nothing may read what was not written
             memory.live.fill_(math.nan)
@@ -93,16 +93,17 @@ class Bench:
     def _pass(
         self, rows: Sequence[Row], held: list[int], inputs: Sequence[ContinuousBatchingKVCacheCollection]
     ) -> torch.Tensor:
-        counts = [len(row.token_ids) for row in rows]
+        counts, device = [len(row.token_ids) for row in rows], self.blocks.device
+        positions = [torch.arange(n, n + count) for n, count in zip(held, counts, strict=True)]
         batch = BatchMetadata(
-            row_offsets=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
-            positions=torch.cat([torch.arange(n, n + count) for n, count in zip(held, counts, strict=True)]),
+            row_offsets=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+            positions=torch.cat(positions).to(device),
             slots=tuple(row.slot for row in rows),
             num_new_tokens=tuple(counts),
             num_cached_tokens=tuple(held),
             num_decode_rows=next((i for i, count in enumerate(counts) if count > 1), len(counts)),
         )
-        input_ids = torch.tensor([token for row in rows for token in row.token_ids])
+        input_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
         return self._forward.logits(self._forward.hidden(batch, input_ids, inputs[0]))
 
 

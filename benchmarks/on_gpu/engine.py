@@ -14,9 +14,12 @@ import torch
 from comparison.ceiling import Workload
 
 from chairlift import EngineConfig, SamplingParams
+from chairlift.config import ResolvedConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch, ModelRunner
 from chairlift.engine.parts import Pacing, Parts
+from chairlift.models import Checkpoint, load_forward
+from chairlift.models.attention import Forward
 from chairlift.plan import StepPlan
 from chairlift.scheduler import Request
 from on_gpu.device import Idle, profile_idle, wait_for
@@ -31,13 +34,26 @@ class Graphs(StrEnum):
     """Names the steps that are recorded as CUDA graphs."""
 
     ALL = "graphs"
+    DECODE = "graphs of decode steps"
     NONE = "no graphs"
 
 
-def pacing_of(device: torch.device, graphs: Graphs) -> Pacing:
+def parts_of(device: torch.device, graphs: Graphs) -> Parts:
     """The device's own, but for the graphs. A CPU has none."""
-    own = Pacing.of(device)
-    return own if graphs is Graphs.ALL else replace(own, recorder=None)
+    pacing = Pacing.of(device)
+    match graphs:
+        case Graphs.ALL:
+            return Parts(pacing=pacing)
+        case Graphs.DECODE:
+            return Parts(pacing=pacing, load_forward=_load_unpadded)
+    return Parts(pacing=replace(pacing, recorder=None))
+
+
+def _load_unpadded(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+    """Loads a forward that is as usual, but runs no padded steps: so steps with prompts are not recorded."""
+    forward = load_forward(checkpoint, config)
+    forward.__class__ = type("Unpadded", (type(forward),), {"can_pad": False})
+    return forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +113,11 @@ class Engine:
             max_steps_per_launch=num_steps,
         )
         self._device = torch.device(device)
-        pacing = pacing_of(self._device, graphs)
+        parts = replace(parts_of(self._device, graphs), make_runner=self._make_runner)
         self._runners: list[_TimedRunner] = []
-        self._core = EngineCore(config, Parts(pacing=pacing, make_runner=self._make_runner))
+        self._core = EngineCore(config, parts)
         self._ids = count()
-        name = Graphs.NONE if pacing.recorder is None else graphs
+        name = Graphs.NONE if parts.pacing is None or parts.pacing.recorder is None else graphs
         self.variant = f"{self._core.config.attention_backend}, {name}, {num_steps} a launch"
 
     def step_time(self, decode: Decode, num_tokens: int) -> StepTime:

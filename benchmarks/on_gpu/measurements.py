@@ -81,9 +81,9 @@ def latency(setup: Setup, graphs: Graphs = Graphs.ALL) -> list[Measurement]:
     return _first_tokens(setup, setup.engine("large", MANY_STEPS, [beside, prompts], graphs=graphs), "large")
 
 
-def latency_without_graphs(setup: Setup) -> list[Measurement]:
-    """The same, operator by operator."""
-    return latency(setup, Graphs.NONE)
+def latency_without_mixed_graphs(setup: Setup) -> list[Measurement]:
+    """The same, where steps with prompts are launched operator by operator."""
+    return latency(setup, Graphs.DECODE)
 
 
 def uneven(setup: Setup) -> list[Measurement]:
@@ -111,7 +111,7 @@ def recurrent(setup: Setup) -> list[Measurement]:
 
 
 def served(setup: Setup) -> list[Measurement]:
-    """The large shape over HTTP, with and without graphs."""
+    """The large shape over HTTP, with and without graphs of steps with prompts."""
     return serve_all(setup)
 
 
@@ -136,7 +136,7 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
         small,
         sampled,
         latency,
-        latency_without_graphs,
+        latency_without_mixed_graphs,
         uneven,
         grouped,
         recurrent,

@@ -11,9 +11,8 @@ from chairlift.__main__ import serve
 from chairlift.api import ServerConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.core import EngineCore
-from chairlift.engine.parts import Parts
 from chairlift.engine.thread import LocalEngine
-from on_gpu.engine import Graphs, pacing_of
+from on_gpu.engine import Graphs, parts_of
 
 
 def main() -> int:
@@ -28,10 +27,10 @@ def main() -> int:
         max_batch_size=arguments.max_batch_size,
         max_seq_len=arguments.max_seq_len,
     )
-    pacing = pacing_of(torch.device(arguments.device), arguments.graphs)
+    parts = parts_of(torch.device(arguments.device), arguments.graphs)
 
     def make_llm(config: EngineConfig) -> AsyncLLM:
-        return AsyncLLM.of(LocalEngine(EngineCore(config, Parts(pacing=pacing))))
+        return AsyncLLM.of(LocalEngine(EngineCore(config, parts)))
 
     return serve(config, ServerConfig(port=arguments.port, api_workers=1), make_llm)
 

@@ -202,7 +202,7 @@ def test_every_sampling_is_timed(tmp_path: Path) -> None:
     assert all(each["seconds"] > 0 for each in measurements)
 
 
-@pytest.mark.parametrize("name", ["latency", "latency_without_graphs"])
+@pytest.mark.parametrize("name", ["latency", "latency_without_mixed_graphs"])
 def test_first_tokens_are_waited_for_alone_and_beside_rows(name: str, tmp_path: Path) -> None:
     measurements = measured(name, tmp_path)
     assert [(each["rows"], each["prompt_tokens"]) for each in measurements] == [(0, 4), (0, 16), (2, 4), (2, 16)]

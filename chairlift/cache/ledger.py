@@ -112,6 +112,12 @@ class SlotLedger(SlotPool):
             self._check_claimed(seq_id)
             self.owed.append(StateCopy(seq_id, row))
 
+    def forget_state(self, seq_id: int) -> None:
+        """Records that a claimed slot's recurrent state, if it has one, is not known (any more)."""
+        with self._lock:
+            self._check_claimed(seq_id)
+            self._cut_states([seq_id], 0)
+
     def abandon(self, seq_ids: Iterable[int]) -> None:
         """Cancels the reservations in flight for these slots, if there are any; nothing is committed."""
         with self._lock:

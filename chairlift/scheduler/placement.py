@@ -145,8 +145,10 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
-        if self.states is not None and num_kept < request.num_computed:
-            self.states.forget(request, above=num_kept)
+        if contents.has_bad_surplus:
+            self._slots.forget_state(slot)  # a launch that failed halfway may have moved it
+        if self.states is not None and (contents.has_bad_surplus or num_kept < request.num_computed):
+            self.states.forget(request, above=num_kept - contents.has_bad_surplus)  # or have left one there
         if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:

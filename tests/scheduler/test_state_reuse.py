@@ -231,6 +231,20 @@ def test_who_leaves_before_a_token_proves_them_sound_leaves_no_states() -> None:
     assert tokens_of_states(engine) == []
 
 
+def test_who_leaves_before_a_step_failed_leaves_no_state_that_it_moved() -> None:
+    engine = make()
+    engine.serve("a", SYSTEM, 1)
+    engine.add("b", SYSTEM)
+    engine.launch()
+    assert engine.slots.states is not None
+    assert engine.slots.states.position(0) == 199
+    engine.abort("b")
+    engine._results.clear()
+    engine.land([RowResult(error="no memory", has_bad_surplus=True)])
+    assert (engine.slots.warm, engine.slots.states.position(0)) == ({0: 199}, 0)
+    assert engine.serve("c", [*SYSTEM, 7], 1).num_cached_tokens == 192
+
+
 def test_after_a_reset_no_state_is_found_and_those_who_run_leave_none() -> None:
     engine = make(budget=64)
     engine.serve("a", SYSTEM, 1)

@@ -226,6 +226,7 @@ class ResolvedConfig(EngineConfig):
     num_snapshots: int = 0  # recurrent states beside those of slots
     max_tentative: int = 0  # tokens of a row that may be taken back, in models with recurrent states
     is_cache_elastic: bool = False  # memory is allocated as sequences grow, so not every slot can be full
+    has_own_kernels: bool = False  # a GPU takes products of few rows with kernels in Triton where these are faster
     keeps_groups: bool = False  # weights that are stored in quantized groups are multiplied in that form
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code

@@ -44,7 +44,7 @@ class Executor:
         self.vocab_size = checkpoint.config.vocab_size  # of all ranks together
         checkpoint, machine = ranks.split(checkpoint, parts.machine or inspect_machine(config.device))
         shape = self._shape = checkpoint.config
-        grouped = None if config.load_format is LoadFormat.DUMMY else grouped_size(checkpoint)
+        grouped = None if config.load_format is LoadFormat.DUMMY else grouped_size(checkpoint, is_on_gpu=machine.is_gpu)
         resolved = resolve(config, shape, count_parameters(shape), machine, find_obstacle, grouped)
         if resolved.fallback_reason is not None:
             logger.warning("the attention backend is torch instead of cpu: %s", resolved.fallback_reason)

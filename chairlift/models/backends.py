@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
+from chairlift.device import on_device
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
 from chairlift.models.attention import Backend, Forward, flash, flash_builds, torch_sdpa
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_HOPPER = (9, 0)  # compute capability of the first GPUs that launch a kernel before the one before it has ended
 
 
 def find_obstacle(
@@ -94,11 +96,20 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     if is_native:
         return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()
+    if config.has_own_kernels:
+        _choose_products(model)
     if isinstance(checkpoint, CheckpointPart):
         checkpoint.connect(model)
     if config.batch_invariant:
         return InvariantForward(model)
     return _with_attention(model, model.config, config)
+
+
+def _choose_products(model: Decoder) -> None:
+    from chairlift.models.products import install_products  # imports Triton, which not every machine has
+
+    with on_device(model.device), torch.inference_mode():
+        install_products(model, can_start_early=torch.cuda.get_device_capability(model.device) >= _HOPPER)
 
 
 def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:

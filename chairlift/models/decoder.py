@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
-    def take(self, name: str, weight: Callable[[], GroupedWeight | torch.Tensor]) -> None:
+    def take(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
         if name == EMBEDDING:
             self._add_tied_head()
@@ -122,7 +122,8 @@ class Decoder(nn.Module):
 
     def leave(self, stream: Residual) -> torch.Tensor:
         """Normalises what the layers made: final hidden states `[T, hidden]`."""
-        normalised: torch.Tensor = self.model.norm.add(stream.x, stream.delta)[1]
+        norm, (x, delta) = self.model.norm, stream
+        normalised: torch.Tensor = norm(x) if delta is None else norm.add(x, delta)[1]
         return normalised
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
+_WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _QUANTIZED_GROUP = 32
 _SHARES_OF_RANGE = (1.0, 0.94, 0.88)
@@ -58,8 +59,18 @@ class GroupedWeight:
         """The same numbers with values of 8 bits."""
         return self if self.num_bits == 8 else replace(self, num_bits=8, values=self._integers().to(torch.int8))
 
+    def regrouped(self, group_size: int) -> Self:
+        """The same numbers in smaller groups, of which the present ones are multiples."""
+        num_times = self.group_size // group_size
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(num_times, dim=1)
+        return replace(self, scales=self.scales.repeat_interleave(num_times, dim=1), offsets=offsets)
+
     def rows(self, some: slice) -> Self:
         return self.map_rows(lambda rows: rows[some])
+
+    def on(self, device: str) -> Self:
+        """The same there, in dense tensors."""
+        return self.map_rows(lambda rows: rows.contiguous().to(device))
 
     def map_rows(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """With rows chosen, reordered or zero-padded by a function that treats the rows of every tensor alike."""
@@ -71,6 +82,11 @@ class GroupedWeight:
         if self.num_bits == 8:
             return self.values.float()
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).float()
+
+
+def workspace_elements(num_outputs: int, num_inputs: int) -> int:
+    """Counts the numbers of a matrix that are dequantized at a time: all of them, or whole outputs of a large one."""
+    return min(num_outputs, max(1, _WORKSPACE_ELEMENTS // num_inputs)) * num_inputs
 
 
 def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:

@@ -2,6 +2,8 @@
 
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,11 +13,38 @@ from chairlift.device import compiled_on_gpu
 from chairlift.models.grouped import GroupedWeight
 
 
+class Product(Protocol):
+    """A way to multiply by the weight of a `Linear`, which may fold in what stands beside the product in a layer."""
+
+    def folds(self, num_rows: int) -> bool:
+        """True if products of so many rows fold in the gate and the residual."""
+        ...
+
+    def folds_norm(self, num_rows: int) -> bool:
+        """True if they fold in the norm of their input."""
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        norm: "RMSNorm | None" = None,
+        addend: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> torch.Tensor:
+        """See `Linear.forward`."""
+        ...
+
+
 class Linear(nn.Linear):
-    """`x W^T + b`. On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call."""
+    """`x W^T + b`; `product` stands in for torch's where it is set.
+
+    On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call.
+    """
 
     _taken: GroupedWeight | torch.Tensor | Callable[[], GroupedWeight | torch.Tensor] | None = None
     _packed: torch.Tensor | None = None
+    product: Product | None = None
 
     @property
     def grouped(self) -> GroupedWeight | None:
@@ -44,8 +73,29 @@ class Linear(nn.Linear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
         del self.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, in] -> [T, out]`"""
+    def folds(self, num_rows: int) -> bool:
+        """True if products of so many rows fold in the gate and the residual."""
+        return self.product is not None and self.product.folds(num_rows)
+
+    def folds_norm(self, num_rows: int) -> bool:
+        """True if they fold in the norm of their input."""
+        return self.product is not None and self.product.folds_norm(num_rows)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: "RMSNorm | None" = None,
+        addend: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> torch.Tensor:
+        """`[T, in] -> [T, out]`: of `norm(x)`, with silu(first half) * second half if gated, and then `addend` added.
+
+        These three only where `folds_norm` and `folds` say so for the number of rows.
+        """
+        if self.product is not None:
+            return self.product(x, norm, addend, is_gated=is_gated)
+        assert (norm, addend, is_gated) == (None, None, False), "torch folds nothing in"
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -81,6 +131,15 @@ class RMSNorm(nn.Module):
         return _add_rms_norm(x, delta, self.weight, self.eps, self.is_offset)
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a layer may fold into a product: the norm of its input, its gate, the residual."""
+
+    norm: RMSNorm | None = None
+    is_gated: bool = False
+    adds: bool = False
+
+
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
     # On a CPU torch's own rms_norm is a composite of twice as many operators.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -101,6 +160,13 @@ def _add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + delta
     return total, _normalised(total, weight, eps, is_offset)
+
+
+@compiled_on_gpu
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[T, 2 N] -> [T, N]`: silu(first half) * second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @compiled_on_gpu

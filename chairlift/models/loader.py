@@ -23,7 +23,7 @@ from chairlift.models.blocks import EMBEDDING, Weight
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows
+from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
 from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def load_model(
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
-    groups, so those of products stay as they are stored. `reads_late`: the backend packs one matrix of a product at a
+    groups, so those of products stay as they are stored; on a GPU but for an embedding that is also the head, since it
+    is looked up as well. `reads_late`: the backend packs one matrix of a product at a
     time and then frees it, so each is read only when it is packed.
     """
     start = time.perf_counter()
@@ -55,17 +56,21 @@ def load_model(
     logger.info("%s", model.config.describe())
     parts = _match(model, reader)
     _log_skipped(model.config, reader)
-    formats = _formats_of(model, reader, parts)
+    is_on_gpu = device != "cpu"
+    formats = _formats_of(model, reader, parts, is_on_gpu=is_on_gpu)
     if grouped := _size_in_groups(model, formats):
-        fate = "stay so" if keeps_groups else f"become {dtype}: only the cpu backend multiplies them"
+        fate = "stay so" if keeps_groups else f"become {dtype}, since nothing here multiplies them as they are"
         logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
-    num_late = grouped.num_bytes if grouped and keeps_groups else 0  # bytes
+    num_kept = grouped.num_bytes if grouped and keeps_groups else 0
+    num_late = 0 if is_on_gpu else num_kept  # bytes
     exact = {weight.module for weight in model.config.weights() if weight.is_parameter}
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
-            if keeps_groups and name in formats:
+            if keeps_groups and name in formats and is_on_gpu:
+                model.take(name, _read_groups(reader, stored).on(device))
+            elif keeps_groups and name in formats:
                 model.take(name, functools.partial(_read_groups, reader, stored))
             elif reads_late and model.is_product(name):
                 num_late += model.get_parameter(name).numel() * dtype.num_bytes
@@ -75,6 +80,7 @@ def load_model(
                 _set(model, name, _read_plain(reader, stored, format, device))
     model.finalize(max_seq_len, num_positions)
     more = f"; {sized(num_late)} more are read when they are packed" if num_late else ""
+    more = f", and {sized(num_kept)} in groups" if is_on_gpu and num_kept else more
     _log("loaded %s: %s of weights for %s in %.2f s%s", checkpoint, model, dtype, start, more)
     return model
 
@@ -170,7 +176,7 @@ def count_parameters(config: ModelShape) -> int:
     return sum(parameter.numel() for parameter in _describe_model(config).parameters())
 
 
-def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
+def grouped_size(checkpoint: Checkpoint, *, is_on_gpu: bool = False) -> GroupedSize | None:
     """The size of what stays in groups for a backend that multiplies them; None if nothing does. Reads no weights.
 
     CheckpointError, as for `load_model`, if names or shapes are not those of the model.
@@ -178,17 +184,19 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
     if isinstance(checkpoint.config, AdaptedConfig):
         return None  # transformers compares them
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
-    return _size_in_groups(model, _formats_of(model, reader, _match(model, reader)))
+    return _size_in_groups(model, _formats_of(model, reader, _match(model, reader), is_on_gpu=is_on_gpu))
 
 
-def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> dict[str, list[GroupFormat]]:
+def _formats_of(
+    model: Decoder, reader: WeightReader, parts: dict[str, list[str]], *, is_on_gpu: bool
+) -> dict[str, list[GroupFormat]]:
     """Finds the formats of the parts, by parameter, of products whose matrices are all in groups for the kernels."""
     found = {}
     for name, stored in parts.items():
         formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
         sizes = {each.group_size for each in formats}
         is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
-        if is_whole and model.is_product(name):
+        if is_whole and model.is_product(name) and not (is_on_gpu and name == EMBEDDING):
             found[name] = formats
     return found
 
@@ -215,14 +223,16 @@ def _log_widened(
 
 
 def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> GroupedSize | None:
-    num_parameters = num_bytes = 0
+    num_parameters = num_bytes = num_dequantized = 0
     for name, stored in formats.items():
-        size = model.get_parameter(name).numel()
+        shape = model.get_parameter(name).shape
+        size = shape.numel()
         num_parameters += size
+        num_dequantized = max(num_dequantized, workspace_elements(*shape))
         # The widest of each, since they are stacked.
         num_bytes += size * max(each.num_bits for each in stored) // 8
         num_bytes += size // stored[0].group_size * max(each.group_bytes for each in stored)
-    return GroupedSize(num_parameters, num_bytes) if num_parameters else None
+    return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 
 
 def _describe_model(config: ModelShape) -> Decoder:

@@ -33,6 +33,7 @@ class GroupedSize:
 
     num_parameters: int
     num_bytes: int
+    num_dequantized: int = 0  # numbers of a matrix that a GPU writes out at a time, to multiply many rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ OLD_CPU = replace(AVX2_CPU, cpu_drawback=SLOW)
 SMALL_CPU, SMALL_AVX2 = (replace(machine, free_bytes=2 * GIB) for machine in (CPU, AVX2_CPU))
 TINY_CPU = replace(CPU, free_bytes=GIB)
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
+OWN_GPU = replace(GPU, has_own_kernels=True)
 
 Obstacles = Mapping[AttentionBackend, str]
 NO_OBSTACLES: Obstacles = {}
@@ -165,6 +166,10 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     "float16 asked for and groups, AVX2": (AVX2_CPU, {"stored": F16, "dtype": F16, **GROUPS}, BY_TORCH),
     "float16 and groups on a gpu": (GPU, {"stored": F16, **GROUPS}, {"dtype": "float16"}),
     # Weights that are stored in groups are kept by the cpu backend unless float32 is asked for.
+    # On a GPU kernels read them in any format but float32, and some become numbers in a workspace.
+    "groups on a gpu": (OWN_GPU, GROUPS, {"keeps_groups": True, "dtype": "bfloat16"}),
+    "groups on a gpu in float32": (OWN_GPU, {**GROUPS, "dtype": F32}, {"keeps_groups": False}),
+    "groups on a gpu without kernels": (GPU, GROUPS, {"keeps_groups": False, "has_own_kernels": False}),
     "groups": (SMALL_CPU, GROUPS, {"keeps_groups": True, **cache(1.75, 0.8)}),
     "groups in torch": (SMALL_CPU, {**GROUPS, **IN_TORCH}, {"keeps_groups": False, **cache(1.5, 0.8)}),
     "groups in float32": (SMALL_CPU, {**GROUPS, "dtype": F32}, {"keeps_groups": False, **cache(1, 0.8)}),

@@ -31,6 +31,7 @@ class MachineFacts:
     has_elastic_memory: bool = False  # a cache allocates memory as it is written
     num_threads: int = 1
     cpu_drawback: str | None = None  # why torch is faster here than the cpu backend
+    has_own_kernels: bool = False  # a GPU that runs kernels of ours: Triton is installed
 
     @property
     def is_gpu(self) -> bool:
@@ -56,8 +57,8 @@ def resolve(
 ) -> ResolvedConfig:
     """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.
 
-    `grouped`: the size of the checkpoint's weights that are stored in quantized groups. The cpu backend multiplies
-    these as they are, unless float32 is requested: products of small integers do not have its precision.
+    `grouped`: the size of the checkpoint's weights that are stored in quantized groups. The cpu backend, and kernels on
+    a GPU, multiply these as they are, unless float32 is requested, whose precision they do not have.
     """
     if config.quantization is not None and grouped is not None:
         raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
@@ -75,16 +76,13 @@ def resolve(
     backend = choose_backend(dtype)
     if config.speculation is not None:
         _check_speculation(config, machine, backend.name)
-    weight_bytes = int(num_parameters * (config.quantization or dtype).num_bytes)
-    keeps_groups = backend.name is AttentionBackend.CPU and config.dtype != DType.FLOAT32
-    if grouped is not None and keeps_groups:
-        weight_bytes = (num_parameters - grouped.num_parameters) * dtype.num_bytes + grouped.num_bytes
+    has_own_kernels = machine.has_own_kernels and config.tensor_parallel_size == 1
+    is_native = backend.name is AttentionBackend.CPU
+    keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
+    weight_bytes = _weigh(num_parameters, config.quantization or dtype, grouped if keeps_groups else None, is_native)
     if weight_bytes >= machine.free_bytes:
-        can_quantize = backend.name is AttentionBackend.CPU and grouped is None
-        raise ConfigurationError(
-            f"the weights do not fit: they need {sized(weight_bytes)} as {config.quantization or dtype},"
-            f" and {sized(machine.free_bytes)} are free; {_smaller_weights(config, num_parameters, can_quantize)}"
-        )
+        advice = _smaller_weights(config, num_parameters, is_native and grouped is None)
+        raise _no_room_for_weights(weight_bytes, config.quantization or dtype, machine, advice)
     decided = {
         "device": machine.device,
         "dtype": dtype,
@@ -93,6 +91,7 @@ def resolve(
         "page_size": PAGE_SIZE if backend.name is AttentionBackend.FLASH_ATTN else 1,
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model, machine),
+        "has_own_kernels": has_own_kernels,
         "keeps_groups": keeps_groups,
         "is_cache_elastic": machine.has_elastic_memory,
         "kv_cache_memory_bytes": _or_default(config.kv_cache_memory_bytes, 1),  # "auto" is decided with the slots
@@ -106,6 +105,23 @@ def resolve(
     resolved = ResolvedConfig.model_validate({**config.model_dump(), **decided})
     resolved, free_bytes = _fit_tables(config, resolved, model, machine.free_bytes - weight_bytes)
     return fit_slots(config, resolved, model, free_bytes)
+
+
+def _weigh(num_parameters: int, format: DType | Quantization, kept: GroupedSize | None, is_native: bool) -> int:
+    """Bytes of the weights; beside those kept in groups also of the workspace in which torch makes numbers of them."""
+    if kept is None:
+        return int(num_parameters * format.num_bytes)
+    num_plain = num_parameters - kept.num_parameters + (0 if is_native else kept.num_dequantized)
+    return int(num_plain * format.num_bytes) + kept.num_bytes
+
+
+def _no_room_for_weights(
+    num_bytes: int, format: DType | Quantization, machine: MachineFacts, advice: str
+) -> ConfigurationError:
+    free = sized(machine.free_bytes)
+    return ConfigurationError(
+        f"the weights do not fit: they need {sized(num_bytes)} as {format}, and {free} are free; {advice}"
+    )
 
 
 def _smaller_weights(config: EngineConfig, num_parameters: int, can_quantize: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from chairlift.cache.layout import KVCacheParams
 from chairlift.models.attention import AttentionConfig
-from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
+from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.rotary import RopeConfig, RopeTable, apply_rope
 
@@ -133,11 +133,19 @@ class SelfAttention(BlockModule):
             self.q_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_heads))
             self.k_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_kv_heads))
 
+    @property
+    def edges(self) -> Edges:
+        """See `BlockModule`."""
+        is_first, is_last = self.block.input_scale == 1.0, self.block.output_scale == 1.0
+        return Edges(self.qkv_proj if is_first else None, self.o_proj if is_last else None)
+
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; appends the tokens' keys and values to the slots."""
         if self.block.input_scale != 1.0:
             x = x * self.block.input_scale
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D], or gates after queries
+        heads = self.qkv_proj(x, now.norm).unflatten(
+            -1, (-1, self.head_dim)
+        )  # [T, Hq + 2 Hkv, D], or gates after queries
         gate = None
         if self.block.has_output_gate:
             queries, others = heads.split((2 * self.num_heads, 2 * self.num_kv_heads), dim=1)
@@ -157,7 +165,7 @@ class SelfAttention(BlockModule):
         attended = now.attend(self.layer_idx, query, key, value)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
-        projected: torch.Tensor = self.o_proj(attended.flatten(1))
+        projected: torch.Tensor = self.o_proj(attended.flatten(1), addend=now.residual)
         return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
 
     def pack(self, packer: Packer) -> dict[str, object]:

@@ -99,10 +99,26 @@ class Pass:
     positions: torch.Tensor  # int64 [T]
     attend: Attend
     recur: Recur | None = None  # None: no block of the model has a state
+    norm: RMSNorm | None = None  # None: the block's input is normalised; else its first product folds this norm in
+    residual: torch.Tensor | None = None  # [T, hidden], which the block's last product adds; None: it adds nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The products of a block that its layer may fold what is around it into. None: something stands between."""
+
+    first: Linear | None = None  # reads the block's input, as nothing else does
+    last: Linear | None = None  # its output is the block's
+    is_gated: bool = False  # the first one may fold its gate in: silu(first half) * second half
 
 
 class BlockModule(nn.Module):
     """A block in torch."""
+
+    @property
+    def edges(self) -> Edges:
+        """Its first and last products. A block that names them heeds `Pass.norm` and `Pass.residual` in these."""
+        return Edges()
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`, which the layer adds to its input."""

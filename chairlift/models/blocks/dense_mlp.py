@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from chairlift.device import compiled_on_gpu
-from chairlift.models.blocks.block import BlockModule, Cut, Packer, Part, Pass, Units, Weight
-from chairlift.models.layers import Linear, RMSNorm, pad_rows
+from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
+from chairlift.models.layers import Linear, RMSNorm, pad_rows, silu_mul
 
 
 class Activation(StrEnum):
@@ -90,13 +90,24 @@ class GatedMLP(BlockModule):
         self._multiply = _MULTIPLY[block.activation]
         self._gate_scale, self._output_scale = block.gate_scale, block.output_scale
 
-    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        gate_up = self.gate_up_proj(x)
+        if self.edges.is_gated and self.gate_up_proj.folds(len(x)):
+            return self._down(self.gate_up_proj(x, now.norm, is_gated=True), now)
+        gate_up = self.gate_up_proj(x, now.norm)
         if self._gate_scale != 1.0:
             gate, up = gate_up.chunk(2, dim=-1)
             gate_up = torch.cat((gate * self._gate_scale, up), dim=-1)
-        projected: torch.Tensor = self.down_proj(self._multiply(gate_up))
+        return self._down(self._multiply(gate_up), now)
+
+    @property
+    def edges(self) -> Edges:
+        """See `BlockModule`."""
+        is_gated = self._gate_scale == 1.0 and self.block.activation is Activation.SILU
+        return Edges(self.gate_up_proj, self.down_proj if self._output_scale == 1.0 else None, is_gated)
+
+    def _down(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        projected: torch.Tensor = self.down_proj(x, addend=now.residual)
         return projected if self._output_scale == 1.0 else projected * self._output_scale
 
     def pack(self, packer: Packer) -> dict[str, object]:
@@ -121,9 +132,15 @@ class PlainMLP(BlockModule):
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
         self._activate = _ACTIVATE[block.activation]
 
-    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
+    @property
+    def edges(self) -> Edges:
+        """See `BlockModule`."""
+        return Edges(self.up_proj, self.down_proj)
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        projected: torch.Tensor = self.down_proj(self._activate(self.up_proj(x)))
+        activated = self._activate(self.up_proj(x, now.norm))
+        projected: torch.Tensor = self.down_proj(activated, addend=now.residual)
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:
@@ -144,20 +161,13 @@ def interleave(tensor: torch.Tensor, lanes: int) -> torch.Tensor:
 
 
 @compiled_on_gpu
-def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[T, 2 N] -> [T, N]`"""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@compiled_on_gpu
 def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`[T, 2 N] -> [T, N]`"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
-_MULTIPLY = {Activation.SILU: _silu_mul, Activation.GELU_TANH: _gelu_tanh_mul}
+_MULTIPLY = {Activation.SILU: silu_mul, Activation.GELU_TANH: _gelu_tanh_mul}
 _ACTIVATE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),

@@ -5,7 +5,7 @@ added up.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from chairlift.models.blocks.block import Block, BlockModule, Packer, Pass, Weight
-from chairlift.models.layers import RMSNorm
+from chairlift.models.blocks.block import Block, BlockModule, Edges, Packer, Pass, Weight
+from chairlift.models.layers import Linear, RMSNorm, Use
 
 
 class Norms(StrEnum):
@@ -60,7 +60,7 @@ class Residual(NamedTuple):
     """The tokens between two layers: `[T, hidden]` each, whose sum they are. The next norm adds them."""
 
     x: torch.Tensor
-    delta: torch.Tensor  # of the last block
+    delta: torch.Tensor | None  # of the last block; None: its last product has added it to x already
 
 
 class PackedBlock(NamedTuple):
@@ -85,6 +85,13 @@ class _Normed:
     pre: RMSNorm | None
     blocks: list[tuple[Block, BlockModule]]
     post: RMSNorm | None
+
+    @property
+    def edges(self) -> Edges:
+        """The products that may fold in what is around them: those of a block that stands alone."""
+        (_, first), *others = self.blocks
+        edges = first.edges
+        return Edges() if others else replace(edges, last=edges.last if self.post is None else None)
 
     def add_up(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """Runs the blocks over the same input `[T, hidden]`; returns the sum."""
@@ -126,9 +133,26 @@ class DecoderLayer(nn.Module):
         """Returns what the layer makes of the tokens."""
         x, delta = stream.x, stream.delta
         for each in self._blocks:
-            x, entering = _enter(each.pre, x, delta)
-            delta = self._leave(each.post, each.add_up(entering, now))
+            edges, norm = each.edges, None
+            if delta is None and edges.first is not None and edges.first.folds_norm(len(x)):
+                norm, entering = each.pre, x
+            else:
+                x, entering = _enter(each.pre, x, delta)
+            is_added = self._residual_scale == 1.0 and edges.last is not None and edges.last.folds(len(x))
+            output = each.add_up(entering, replace(now, norm=norm, residual=x if is_added else None))
+            x, delta = (output, None) if is_added else (x, self._leave(each.post, output))
         return Residual(x, delta)
+
+    def uses(self) -> dict[Linear, Use]:
+        """Lists the products that may fold in what stands beside them, and what that is."""
+        found = {}
+        for each in self._blocks:
+            edges = each.edges
+            if edges.first is not None:
+                found[edges.first] = Use(norm=each.pre, is_gated=edges.is_gated)
+            if edges.last is not None and self._residual_scale == 1.0:
+                found[edges.last] = Use(adds=True)
+        return found
 
     def pack(self, packer: Packer) -> list[PackedSublayer]:
         """Takes the weights out, role by role."""
@@ -146,8 +170,10 @@ class DecoderLayer(nn.Module):
         return delta if self._residual_scale == 1.0 else delta * self._residual_scale
 
 
-def _enter(norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _enter(norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`x + delta`, and the block's input: the same after the norm, if there is one."""
+    if delta is None:
+        return x, x if norm is None else norm(x)
     if norm is not None:
         return norm.add(x, delta)
     x = x + delta

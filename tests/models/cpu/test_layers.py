@@ -152,6 +152,7 @@ class SideBySide:
             if layer in self._in_torch:
                 entering = Residual(stage.stream.clone(), torch.zeros_like(stage.stream))
                 leaving = self._model.run(entering, now, layer, 1)
+                assert leaving.delta is not None
                 stage.stream.copy_(leaving.x + leaving.delta)
             else:
                 stage = self._native.run(stage, layer, 1)

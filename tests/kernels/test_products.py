@@ -1,0 +1,112 @@
+"""Products with kernels in the layers of a model: what they fold in, which are chosen, and matrices in groups."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.config import DType
+from chairlift.kernels.few_rows import Tile
+from chairlift.kernels.grouped import StoredMatrix
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.decoder import Decoder
+from chairlift.models.grouped import GroupedWeight
+from chairlift.models.products import Stopwatch, Workspace, install_products
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import Kind, write_model
+from tests.support.gpu import needs_gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
+ROUNDS = 4, 2  # kernels that are timed for one row, and for more; cuBLAS comes after them
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(path, seed=1, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in Q4_0."""
+    path = tmp_path_factory.mktemp("quantized")
+    return write_model(make_checkpoint(path, seed=1, **SHAPE), path / "model.gguf", Kind.Q4_0)
+
+
+def load(path: Path, dtype: DType, *, keeps_groups: bool = False) -> Decoder:
+    return load_model(open_checkpoint(str(path)), dtype, DEVICE, 128, keeps_groups=keeps_groups)
+
+
+def stopwatch(*, share: float) -> Stopwatch:
+    """Kernels take that share of cuBLAS's time."""
+    times: Iterator[float] = itertools.cycle([*[share] * ROUNDS[0], 1.0, *[share] * ROUNDS[1], 1.0])
+    return lambda _: next(times)
+
+
+@torch.inference_mode()
+def logits(model: Decoder, num_rows: int) -> torch.Tensor:
+    """Of tokens that attend to nothing but themselves."""
+    tokens = torch.arange(num_rows, device=DEVICE) % SHAPE["vocab_size"]
+    return model.logits(model(tokens, torch.arange(num_rows, device=DEVICE), lambda *given: given[1])).cpu()
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 66])  # one row, few, and more than kernels take
+def test_groups_are_multiplied_as_the_numbers_that_they_are(quantized: Path, num_rows: int) -> None:
+    kept, plain = (load(quantized, DType.FLOAT16, keeps_groups=each) for each in (True, False))
+    install_products(kept, lambda _: 1.0)
+    assert isinstance(kept.layers[0].get_submodule("mlp.down_proj").grouped, GroupedWeight)
+    assert error(logits(kept, num_rows), logits(plain, num_rows)) < 5e-3
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_kernels_fold_in_norms_gates_and_residuals(checkpoint: Path, num_rows: int) -> None:
+    folding, plain = load(checkpoint, DType.FLOAT16), load(checkpoint, DType.FLOAT16)
+    install_products(folding, stopwatch(share=0.5))
+    assert all(edge.folds(num_rows) for layer in folding.layers for edge in layer.uses())
+    assert error(logits(folding, num_rows), logits(plain, num_rows)) < 5e-3
+
+
+def test_a_kernel_must_be_faster_by_a_twentieth(checkpoint: Path) -> None:
+    faster, slower = load(checkpoint, DType.FLOAT16), load(checkpoint, DType.FLOAT16)
+    chosen = install_products(faster, stopwatch(share=0.94))
+    assert all(isinstance(tile, Tile) for tiles in chosen.values() for tile in tiles[:2])
+    refused = install_products(slower, stopwatch(share=0.96))
+    assert chosen.keys() == refused.keys()
+    assert {tile for tiles in refused.values() for tile in tiles} == {None}
+    assert torch.equal(logits(slower, 3), logits(load(checkpoint, DType.FLOAT16), 3))
+
+
+def test_many_rows_have_the_bits_of_torch_whatever_is_chosen(checkpoint: Path) -> None:
+    model = load(checkpoint, DType.FLOAT16)
+    install_products(model, stopwatch(share=0.5))
+    assert torch.equal(logits(model, 17), logits(load(checkpoint, DType.FLOAT16), 17))
+
+
+def test_a_large_matrix_goes_through_the_workspace_in_parts() -> None:
+    values = torch.randint(-127, 128, (10, 64), dtype=torch.int8)
+    scales = torch.rand(10, 2).half()
+    x, bias = torch.randn(3, 64), torch.randn(10)
+    workspace = Workspace(4 * 64, torch.float32, torch.device(DEVICE))
+    got = workspace.multiply(x.to(DEVICE), StoredMatrix(8, values.to(DEVICE), scales.to(DEVICE)), bias.to(DEVICE))
+    torch.testing.assert_close(
+        got.cpu(), torch.nn.functional.linear(x, GroupedWeight(8, values, scales).dequantize(), bias)
+    )
+
+
+@needs_gpu
+@pytest.mark.parametrize("make", ["quantized", "checkpoint"])
+def test_a_model_with_measured_products_is_right(make: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(make)
+    kept, plain = load(path, DType.BFLOAT16, keeps_groups=True), load(path, DType.BFLOAT16)
+    install_products(kept, can_start_early=torch.cuda.get_device_capability() >= (9, 0))
+    for num_rows in (1, 2, 16, 17, 64, 65):
+        assert error(logits(kept, num_rows), logits(plain, num_rows)) < 3e-2

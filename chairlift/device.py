@@ -72,7 +72,7 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.cache
     def compiled(device: torch.device) -> Callable[_P, _R]:
-        if (obstacle := _find_compile_obstacle(device)) is not None:
+        if (obstacle := find_compile_obstacle(device)) is not None:
             logger.warning("%s runs operator by operator, which is slower: %s", function.__name__, obstacle)
             return function
         return torch.compile(function)
@@ -88,7 +88,7 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 @functools.cache
-def _find_compile_obstacle(device: torch.device) -> str | None:
+def find_compile_obstacle(device: torch.device) -> str | None:
     """Says why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
     try:
         torch.compile(F.silu)(torch.zeros(256, device=device))

@@ -103,7 +103,7 @@ def multiply(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows(
     x: tl.tensor, factors: tl.tensor, values: tl.tensor, scales: tl.tensor, offsets: tl.tensor, bias: tl.tensor,
     addend: tl.tensor, output: tl.tensor, N_ALL: tl.tensor, K: tl.tensor, eps: tl.tensor, num_rows: tl.tensor,

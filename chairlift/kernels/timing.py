@@ -12,13 +12,16 @@ def measure(work: Callable[[], object]) -> float:
     """Returns the median microseconds of what `work` launches on the current device, recorded as a CUDA graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         work()  # compiles what is compiled at the first call
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        try:
+            work()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
     graph.replay()
     spans = [_Span() for _ in range(_NUM_REPLAYS)]
     for span in spans:

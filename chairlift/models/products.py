@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Stopwatch = Callable[[Callable[[], object]], float]
 """Microseconds that the work takes on the device."""
 
-_SIZES = (1, 16, MAX_ROWS)  # of rows: a choice is for as many, and fewer down to the size before
+_SIZES = (1, 16, 32, MAX_ROWS)  # of rows: a choice is for as many, and fewer down to the size before
 _PLAIN_ROWS = 16  # beyond, cuBLAS is as fast
 _SHARE = 0.95  # of cuBLAS's time, that a kernel may take at most
 _NUM_TIMED = 16  # matrices of a shape: together more than a cache holds
@@ -98,6 +98,8 @@ class ChosenProduct:
         return self._workspace.multiply(x, self._matrix, self._bias)
 
     def _tile(self, num_rows: int) -> Tile | None:
+        if num_rows == 0:  # a step of prompts that go on has no row whose logits anyone wants
+            return None
         return next((tile for size, tile in zip(_SIZES, self._tiles, strict=True) if num_rows <= size), None)
 
 

@@ -56,6 +56,9 @@ class OtherGpu(Gpu):
     def capability(self) -> tuple[int, int]:
         return self._capability
 
+    def runs_compiled_kernels(self) -> bool:
+        return True
+
     def memory(self) -> GpuMemory:
         return GpuMemory(self._free, 16 * GIB)
 
@@ -111,6 +114,7 @@ def test_a_device_that_is_not_supported_or_not_there_is_refused_by_name(device: 
 def test_a_gpu(capability: tuple[int, int], dtypes: set[DType]) -> None:
     facts = inspect_machine("cuda:1", gpus=[OtherGpu(), OtherGpu(free=80 * GIB, capability=capability)])
     assert (facts.device, facts.free_bytes, set(facts.fast_dtypes)) == ("cuda:1", 80 * GIB, dtypes)
+    assert facts.has_own_kernels == (DType.BFLOAT16 in dtypes)
 
 
 def v1(directory: str, quota: int) -> dict[str, str]:

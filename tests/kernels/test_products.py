@@ -85,6 +85,12 @@ def test_a_kernel_must_be_faster_by_a_twentieth(checkpoint: Path) -> None:
     assert torch.equal(logits(slower, 3), logits(load(checkpoint, DType.FLOAT16), 3))
 
 
+def test_no_rows_are_multiplied_too(quantized: Path) -> None:
+    model = load(quantized, DType.FLOAT16, keeps_groups=True)
+    install_products(model, lambda _: 1.0)
+    assert logits(model, 0).shape == (0, SHAPE["vocab_size"])
+
+
 def test_many_rows_have_the_bits_of_torch_whatever_is_chosen(checkpoint: Path) -> None:
     model = load(checkpoint, DType.FLOAT16)
     install_products(model, stopwatch(share=0.5))

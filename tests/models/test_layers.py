@@ -98,7 +98,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr(device, "_find_compile_obstacle", {torch.device("cuda:1"): None}.__getitem__)
+    monkeypatch.setattr(device, "find_compile_obstacle", {torch.device("cuda:1"): None}.__getitem__)
     return names
 
 
@@ -141,7 +141,7 @@ COMPILED: dict[str, Callable[[int], tuple[Any, ...]]] = {
 @torch.inference_mode()
 def test_compiled_functions_compute_what_plain_ones_do(name: str, dtype: torch.dtype) -> None:
     function = getattr(rope if name == "apply_rope" else layers, name)
-    assert device._find_compile_obstacle(torch.device("cuda:0")) is None
+    assert device.find_compile_obstacle(torch.device("cuda:0")) is None
     for num_tokens in (7, 1, 300):  # a first shape, a single row, any other
         arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[name](num_tokens)]
         on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from chairlift.device import on_device
+from chairlift.device import find_compile_obstacle, on_device
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
 
@@ -36,6 +36,10 @@ class Gpu:
     def capability(self) -> tuple[int, int]:
         """Reads its compute capability."""
         return torch.cuda.get_device_capability(self._index)
+
+    def runs_compiled_kernels(self) -> bool:
+        """True if Triton and a C compiler are there to make kernels for it."""
+        return find_compile_obstacle(torch.device("cuda", self._index)) is None
 
     def memory(self) -> GpuMemory:
         """Reads how much memory there is, and how much of it no process has."""

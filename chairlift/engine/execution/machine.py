@@ -8,7 +8,6 @@ share of the rest, and CUDA graphs use what is left.
 import logging
 import re
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -61,7 +60,7 @@ def inspect_machine(device: str, host: Host = _HOST, gpus: Sequence[Gpu] | None 
         fast_dtypes=frozenset(DType) if gpus[index].has_bfloat16 else frozenset({DType.FLOAT32, DType.FLOAT16}),
         free_bytes=gpus[index].memory().free,
         num_threads=host.choose_num_threads(),
-        has_own_kernels=gpus[index].has_bfloat16 and find_spec("triton") is not None,
+        has_own_kernels=gpus[index].has_bfloat16 and gpus[index].runs_compiled_kernels(),
     )
 
 

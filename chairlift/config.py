@@ -52,6 +52,7 @@ class AttentionBackend(StrEnum):
     CPU = "cpu"
     TORCH = "torch"
     FLASH_ATTN = "flash_attn"
+    TRITON = "triton"
 
 
 class Quantization(StrEnum):

@@ -12,7 +12,7 @@ from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
 from chairlift.device import on_device
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
-from chairlift.models.attention import Backend, Forward, flash, flash_builds, torch_sdpa
+from chairlift.models.attention import Backend, Forward, flash, flash_builds, torch_sdpa, triton
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -41,12 +41,14 @@ def find_obstacle(
             return cpu.find_obstacle(model, dtype, device, num_ranks)
         case AttentionBackend.FLASH_ATTN:
             return flash_builds.find_obstacle(model.attention, model.head_dims, dtype, device)
+        case AttentionBackend.TRITON:
+            return triton.find_obstacle(model.head_dims, device)
         case AttentionBackend.TORCH:
             return None
 
 
 def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, device: torch.device = _CPU) -> Backend:
-    """The attention of `flash_attn` or `torch` for that model, for which there must be no obstacle.
+    """The attention of `flash_attn`, `triton` or `torch` for that model, for which there must be no obstacle.
 
     `ConfigurationError` if its package cannot be imported.
     """
@@ -59,14 +61,28 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
                 f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"
                 " or choose attention_backend torch"
             ) from error
+    if name is AttentionBackend.TRITON:
+        return triton.TritonBackend(model.attention, _load_prompt_backend(model, dtype, device))
     if device.type == "cpu":
         return torch_sdpa.TorchBackend(model.attention)
-    has_softcap = any(each.softcap is not None for each in model.attention.values())
-    if model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap):
+    if _has_varlen(model, dtype):
         return flash.TorchVarlenBackend(model.attention)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares each new shape anew, and prompts have many
     logger.info("attention: torch copies the slots of decode rows together, which costs bandwidth")
     return torch_sdpa.TorchBackend(model.attention, is_in_place=False)
+
+
+def _has_varlen(model: ModelShape, dtype: torch.dtype) -> bool:
+    has_softcap = any(each.softcap is not None for each in model.attention.values())
+    return model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
+
+
+def _load_prompt_backend(model: ModelShape, dtype: torch.dtype, device: torch.device) -> Backend | None:
+    """The fastest kernels that there are for prompts, but for those in Triton."""
+    name = DType(str(dtype).removeprefix("torch."))
+    if find_obstacle(AttentionBackend.FLASH_ATTN, model, name, str(device)) is None:
+        return load_backend(AttentionBackend.FLASH_ATTN, model, dtype, device)
+    return flash.TorchVarlenBackend(model.attention) if _has_varlen(model, dtype) else None
 
 
 def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:

@@ -9,7 +9,7 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models import ragged_recurrence
-from chairlift.models.attention import Backend, BatchMetadata, Forward, token_slots, torch_sdpa
+from chairlift.models.attention import AnyLength, Backend, BatchMetadata, Forward, token_slots, torch_sdpa
 from chairlift.models.blocks import Pass, Residual
 from chairlift.models.decoder import Decoder
 from chairlift.models.recurrence import Recur, prepare, prepare_part, prepare_without_states
@@ -53,6 +53,11 @@ class TorchForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         return self._model.logits(hidden)
+
+    @property
+    def is_any_length(self) -> bool:
+        """See `AnyLength`."""
+        return isinstance(self._attention, AnyLength) and self._attention.is_any_length
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:

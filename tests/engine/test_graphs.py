@@ -40,16 +40,23 @@ ALL_SIZES = Pacing().common_sizes
 FEW = frozenset[int]()  # at start only the graphs of the largest batch are recorded
 
 
+class AnyLengthBackend(TorchBackend):
+    """Always looks at whole slots."""
+
+    is_any_length = True
+
+
 def graphed(
     model: str,
     recorder: Recorder | None,
     num_ahead: int = 0,
     common_sizes: frozenset[int] = ALL_SIZES,
+    backend: type[TorchBackend] = TorchBackend,
     kernels: SampleRows | None = None,
     **config: Any,
 ) -> LLM:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
-    load = with_attention(lambda model: TorchBackend(model.attention, is_in_place=False))
+    load = with_attention(lambda model: backend(model.attention, is_in_place=False))
     pacing = Pacing(num_ahead, recorder, common_sizes)
     parts = Parts(load_forward=load, pacing=pacing, make_sampler=partial(Sampler, kernels=kernels))
     return LLM.of(make_core(model, parts, **{**PLAIN, **config}))
@@ -226,6 +233,18 @@ def test_a_row_that_grows_goes_on_with_graphs_that_look_further(long: str, recor
     with graphed(long, recorder, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(prompts, params)) == expected
         assert {length for _, length in graphs_of(llm).forwards.recorded} == {256, 512, 600}
+
+
+def test_attention_that_serves_any_length_takes_one_graph_of_each_size(long: str, recorder: Recorder) -> None:
+    prompts = random_prompts(4, [249, 3, 507, 1], VOCAB_SIZE)
+    params = GREEDY.model_copy(update={"max_tokens": 20})
+    with graphed(long, None) as llm:
+        expected = tokens_of(llm.generate(prompts, params))
+    with graphed(long, recorder, backend=AnyLengthBackend) as llm:
+        assert recorder.num_recorded == 4 * (1 + len(DrawKind))
+        assert tokens_of(llm.generate(prompts, params)) == expected
+        assert {length for _, length in graphs_of(llm).forwards.recorded} == {600}
+        assert not graphs_of(llm).forwards.missing
 
 
 def test_a_launch_looks_as_far_as_its_last_step(long: str, recorder: Recorder) -> None:

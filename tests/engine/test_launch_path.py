@@ -20,6 +20,7 @@ from chairlift.engine.parts import Pacing, Parts
 from chairlift.models.attention import Backend
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.attention.triton import TritonBackend
 from chairlift.models.config import ModelShape
 from chairlift.params import RequestOutput, StructuredOutputs
 from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of
@@ -41,6 +42,7 @@ BACKENDS: dict[str, Callable[[ModelShape], Backend]] = {
     "torch_varlen": lambda model: TorchVarlenBackend(model.attention),
     "flash_attn": lambda model: FlashAttnBackend(model.attention),
     "flash_attn_3": lambda model: FlashAttn3Backend(model.attention),
+    "triton": lambda model: TritonBackend(model.attention),
 }
 
 
@@ -76,6 +78,10 @@ def kernels() -> Iterator[None]:
     modules = module("flash_attn", functions), module("flash_attn_interface", version_3)
     with modules[0], modules[1], pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "varlen_attn", first_of)
+        patch.setattr("chairlift.kernels.decode_attention.plan_chunks", lambda *_: None)
+        patch.setattr("chairlift.kernels.slot_append.append", lambda *_: None)
+        for family in ("decode_attention", "prefill_attention"):
+            patch.setattr(f"chairlift.kernels.{family}.attend", first_of)
         yield
 
 
@@ -116,7 +122,7 @@ def test_nothing_waits_for_the_device(make: Callable[..., LLM], recorder: Watche
     assert (watch.num_sent > 0, watch.num_brought > 0, recorder.num_replayed > 0) == (True, True, has_graphs)
 
 
-@pytest.mark.parametrize("backend", ["torch_varlen", "flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("backend", ["torch_varlen", "flash_attn", "flash_attn_3", "triton"])
 def test_nor_does_any_backend_of_attention(make: Callable[..., LLM], recorder: WatchedRecorder, backend: str) -> None:
     params = [GREEDY.model_copy(update={"max_tokens": each}) for each in (2, 4, 4, 4, 4)]
     with make(backend, has_graphs=True) as llm, recorder.watch:  # prompts alone, beside rows that decode, and none

@@ -17,6 +17,7 @@ from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.models.attention import Backend, BatchMetadata, flash, token_slots, view_length
 from chairlift.models.attention.flash import is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
+from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, Tokens, attend, make_cache
 from tests.support import flash_attn_reference
@@ -49,6 +50,8 @@ class Loaded:
             if self.name == "fa3_fwd" and any(layer.window is not None for layer in self.layers.values()):
                 pytest.skip("this build has no windows")
             return flash.FlashAttn3Backend(self.layers, VERSION_3_MODULES[self.name])
+        if self.name == "triton":
+            return TritonBackend(self.layers)
         return flash.FlashAttnBackend(self.layers)
 
     def tokens(self, rows: list[Row], heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tokens:
@@ -82,7 +85,7 @@ KERNELS: dict[str, list[pytest.MarkDecorator]] = {
     "torch_varlen": [pytest.mark.skipif(not has_varlen, reason="needs torch's ragged kernels (torch 2.12)")],
     "torch_copied": [],
 }
-ON_GPU = {**KERNELS, "fa3_fwd": [needs_package("fa3_fwd_interface")]}
+ON_GPU = {**KERNELS, "fa3_fwd": [needs_package("fa3_fwd_interface")], "triton": []}
 RECORDABLE = [  # in CUDA graphs
     *(pytest.param((name, "cpu"), id=f"{name}, reference") for name in KERNELS),
     *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *ON_GPU[name]]) for name in ON_GPU),

@@ -15,6 +15,7 @@ from chairlift.models import cpu, find_obstacle, load_backend
 from chairlift.models.attention.flash import is_varlen_available
 from chairlift.models.attention.flash_builds import Demands, find_flash_attn
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.attention.triton import TritonBackend
 from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
@@ -157,6 +158,15 @@ def shape(head_dim: int) -> ModelConfig:
             "it needs a head_dim of at most 256 that is a multiple of 8, not 60",
         ),
         (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT16, "cuda:0", None),
+        (AttentionBackend.TRITON, 64, DType.BFLOAT16, "cpu", "it runs on a CUDA device, and the device is cpu"),
+        (
+            AttentionBackend.TRITON,
+            60,
+            DType.FLOAT32,
+            "cuda:0",
+            "it needs a head_dim of at most 256 that is a multiple of 8, not 60",
+        ),
+        (AttentionBackend.TRITON, 80, DType.FLOAT32, "cuda:0", None),
         (AttentionBackend.TORCH, 24, DType.FLOAT16, "cpu", None),
     ],
 )
@@ -203,6 +213,34 @@ def test_a_gpu_that_is_too_old_or_without_the_package(capability: tuple[int, int
     on_gpu(capability)
     with module("flash_attn", None), module("flash_attn_interface", None), module("fa3_fwd_interface", None):
         assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") == said
+
+
+def test_triton_needs_its_package_and_a_gpu_that_is_not_too_old(on_gpu: OnGpu) -> None:
+    on_gpu(AMPERE)
+    with module("triton", None):
+        said = "the package triton is not installed, which torch's builds for CUDA bring along"
+        assert find_obstacle(AttentionBackend.TRITON, shape(64), DType.BFLOAT16, "cuda:0") == said
+    on_gpu((7, 5))
+    said = "it needs compute capability 8.0, and this GPU has 7.5"
+    assert find_obstacle(AttentionBackend.TRITON, shape(64), DType.BFLOAT16, "cuda:0") == said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "missing", "name"),
+    [
+        (torch.bfloat16, "flash_attn_interface", "FlashAttnBackend"),
+        (torch.bfloat16, "flash_attn", "FlashAttn3Backend"),
+        (torch.float32, "flash_attn", "NoneType"),
+    ],
+)
+def test_triton_leaves_prompts_to_flash_attn_where_it_is_there(
+    dtype: torch.dtype, missing: str, name: str, on_gpu: OnGpu
+) -> None:
+    on_gpu(HOPPER)
+    with installed(), module(missing, None):
+        backend = load_backend(AttentionBackend.TRITON, BASE, dtype, CUDA)
+    assert isinstance(backend, TritonBackend)
+    assert type(backend.prompts).__name__ == name
 
 
 # The references, each with arguments that it takes, and with one of them spoiled

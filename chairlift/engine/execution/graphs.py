@@ -4,8 +4,9 @@ A graph reads and writes tensors at fixed addresses, in fixed sizes. So a batch 
 its rows are copied into buffers that all graphs share, and padding rows use a scratch slot that no request has. There
 are two kinds:
 
-- a forward graph, per batch size and number of tokens that attention reads: one step, from the input tokens to the
-  logits; at its end every row advances by one token, so that the next replay is the next step;
+- a forward graph, per batch size and number of tokens that attention reads (unless its kernels learn that from the
+  device): one step, from the input tokens to the logits; at its end every row advances by one token, so that the next
+  replay is the next step;
 - a sampling graph, per batch size and kind of sampling: from the logits to the last token of each slot, which is the
   next step's input.
 
@@ -28,7 +29,7 @@ from chairlift.cache.states import StateMemory
 from chairlift.device import send, to_device
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table
 from chairlift.engine.sampling.kernels import SampleRows
-from chairlift.models.attention import BatchMetadata, Forward, view_length
+from chairlift.models.attention import AnyLength, BatchMetadata, Forward, view_length
 from chairlift.plan import ON_DEVICE
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ class DecodeGraphs:
     ) -> None:
         """`blocks`, `places` and `states`: the cache's; the last slot is the scratch slot. `max_steps`: of a launch."""
         self._forward = forward
+        self._is_any_length = isinstance(forward, AnyLength) and forward.is_any_length
         self._blocks = blocks
         self._places = places
         self._states = states
@@ -291,7 +293,8 @@ class DecodeGraphs:
         return self._buffers.tokens[:num_rows].clone()
 
     def _view_length(self, longest: int) -> int:
-        return view_length(self._collection(1, longest))
+        whole = self._blocks.shape[3]
+        return whole if self._is_any_length else view_length(self._collection(1, longest))
 
     def _record(self, work: Callable[[], None]) -> Replay:
         self._buffers.clear()  # recording may run it

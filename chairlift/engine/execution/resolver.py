@@ -18,6 +18,7 @@ MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, but delay requests and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
 AUTO_SNAPSHOTS_SHARE, MAX_AUTO_SNAPSHOTS = 4, 256  # of the cache's memory, one part in so many
+_PAGED = AttentionBackend.FLASH_ATTN, AttentionBackend.TRITON  # flash-attn computes the prompts of both, if it is there
 _SLOT_STATES_SHARE = 2  # one part in so many of the rest, at most, goes to the states of slots
 
 
@@ -88,7 +89,7 @@ def resolve(
         "dtype": dtype,
         "attention_backend": backend.name,
         "fallback_reason": backend.fallback_reason,
-        "page_size": PAGE_SIZE if backend.name is AttentionBackend.FLASH_ATTN else 1,
+        "page_size": PAGE_SIZE if backend.name in _PAGED else 1,
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model, machine),
         "has_own_kernels": has_own_kernels,

@@ -1,8 +1,9 @@
 """Attention over the cache slots: what a backend must offer (`backend`), what backends share (`batches`), and the
-backends that use torch alone (`torch_sdpa`) or flash-attn (`flash`).
+backends that use torch alone (`torch_sdpa`), flash-attn (`flash`) or Triton (`triton`).
 """
 
 from chairlift.models.attention.backend import (
+    AnyLength,
     Attend,
     AttentionConfig,
     Backend,
@@ -13,6 +14,7 @@ from chairlift.models.attention.backend import (
 from chairlift.models.attention.batches import append_tokens, key_lengths, prepare_apart, token_slots, view_length
 
 __all__ = [
+    "AnyLength",
     "Attend",
     "AttentionConfig",
     "Backend",

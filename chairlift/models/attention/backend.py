@@ -11,7 +11,7 @@ Tokens of all rows lie end to end, decode rows first:
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -59,6 +59,19 @@ class Backend(Protocol):
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """Computes once per step what all layers share."""
+        ...
+
+
+@runtime_checkable
+class AnyLength(Protocol):
+    """A backend or a forward that may launch the same for rows that decode however long these are.
+
+    Others launch what suffices up to the cache's `max_cache_length`.
+    """
+
+    @property
+    def is_any_length(self) -> bool:
+        """Tells if it does."""
         ...
 
 

@@ -1,0 +1,57 @@
+"""The attention backend whose kernels are in Triton, beside attention over padded copies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chairlift.models.attention import Backend
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.attention.triton import TritonBackend
+from tests.models import attention_support as support
+from tests.models.attention_support import LAYER, POISON, Row, make_cache
+
+DECODE, PREFILL, MIXED = support.DECODE, support.PREFILL, support.BATCHES["mixed"]
+LAYERS = {
+    "plain": support.plain(16),
+    "window": support.layers(0.2, (None, None, 7)),
+    "window and soft cap": support.layers(0.3, (3, None, 12), 0.7),
+}
+in_every_phase = pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+
+
+@in_every_phase
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
+def test_attention_equals_attention_over_padded_copies(layers: support.Layers, rows: list[Row]) -> None:
+    tokens = support.random_tokens(rows)
+    manager = make_cache(rows, tokens, background=POISON)
+    output = support.attend(manager, rows, tokens, TritonBackend(layers))
+    support.assert_near(output, support.new_parts(support.reference(tokens, layers), rows))
+
+
+@in_every_phase
+def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(rows: list[Row]) -> None:
+    tokens = support.random_tokens(rows)
+    managers = [make_cache(rows, tokens, background=POISON) for _ in range(2)]
+    for manager, backend in zip(managers, (TritonBackend(support.plain(16)), None), strict=True):
+        support.attend(manager, rows, tokens, backend)
+    assert torch.equal(managers[0].blocks[0], managers[1].blocks[0])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_of_rows_that_decode_the_host_s_numbers_are_not_looked_at(window: int | None) -> None:
+    layers, tokens = support.layers(0.25, (None, None, window)), support.random_tokens(DECODE)
+    (collection,) = make_cache(DECODE, tokens).fetch([row.slot for row in DECODE])
+    batch = replace(support.batch_of(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
+    attend = TritonBackend(layers).prepare(batch, replace(collection, max_cache_length=1))
+    output = attend(LAYER, *tokens.new_parts(DECODE))
+    support.assert_near(output, support.new_parts(support.reference(tokens, layers), DECODE))
+
+
+def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
+    tokens, given = support.random_tokens(MIXED), support.plain(16)
+    other = support.layers(0.5)  # so that one sees which computed what
+    backend: Backend = TritonBackend(given, TorchBackend(other))
+    output = support.attend(make_cache(MIXED, tokens), MIXED, tokens, backend)
+    parts = [support.new_parts(support.reference(tokens, layers), MIXED) for layers in (given, other)]
+    support.assert_near(output, torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))

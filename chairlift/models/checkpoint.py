@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.claims import has_own_head, refuse_absent_layers, refuse_large_numbers
+from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import ARCHITECTURES, describe_family
@@ -21,6 +21,7 @@ from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, pa
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
+from chairlift.models.stacked import StackedWeights
 from chairlift.models.stored import SafetensorsWeights, WeightReader
 
 BUNDLED = "bundled"
@@ -51,7 +52,10 @@ class Checkpoint:
             assert isinstance(self.config, ModelConfig), "what such files hold is of the families"
             return GGUFWeights(self.gguf, self.config)
         files = SafetensorsWeights(self.weight_files)
-        return files if self.compression is None else CompressedWeights(files, self.compression)
+        if self.compression is not None:
+            return CompressedWeights(files, self.compression)
+        stacked = self.config.names.stacked if isinstance(self.config, ModelConfig) else None
+        return files if stacked is None else StackedWeights(files, stacked)
 
 
 def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
@@ -64,7 +68,9 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
     if is_gguf(path):
         file = open_gguf(path)
         with _naming(path):
-            return Checkpoint(path, _describe(describe_gguf(file)), gguf=file)
+            described = _describe(describe_gguf(file))
+            refuse_absent_experts(described.num_experts, (info.shape for info in file.tensors.values()))
+        return Checkpoint(path, described, gguf=file)
     config = path / "config.json"
     if not config.is_file():
         raise CheckpointError(f"{path} has no config.json")
@@ -78,6 +84,8 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
             text = raw.get("text_config")
             refuse_absent_layers(text if isinstance(text, dict) else raw, weights.tensors)
         described = _describe(raw, weights)
+        if weights is not None:
+            refuse_absent_experts(described.num_experts, (stored.shape for stored in weights.tensors.values()))
         if weights is not None and isinstance(described, ModelConfig):
             described = replace(described, names=described.names.found_in(weights.tensors))
         compression = read_compression(raw)

@@ -26,6 +26,7 @@ _LIMITS = (  # by the names that transformers' configs give to numbers
     (re.compile(r"d_model|\w+_(size|dim|heads|rank|embd|inner)|n_(embd|inner|heads?)"), MAX_SIZE),
 )
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_STACKED_DIMENSIONS = 3  # of a tensor that holds matrices of several experts
 _OF_A_LAYER = re.compile(r"(.*?)\.([0-9]+)\.")
 
 
@@ -48,6 +49,13 @@ def refuse_absent_layers(raw: dict[str, Any], names: Iterable[str]) -> None:
     found = _count_layers(names)
     if stated is not None and raw[stated] > found:
         raise CheckpointError(f"{stated} is {raw[stated]}, and the weights have {found} layers")
+
+
+def refuse_absent_experts(num_experts: int, shapes: Iterable[tuple[int, ...]]) -> None:
+    """CheckpointError if there are more experts in all layers than matrices, some of which may be stacked."""
+    found = sum(shape[0] if len(shape) == _STACKED_DIMENSIONS else 1 for shape in shapes)
+    if num_experts > found:
+        raise CheckpointError(f"its layers have {num_experts} experts, and the weights have {found} matrices")
 
 
 def _count_layers(names: Iterable[str]) -> int:

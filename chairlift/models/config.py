@@ -16,6 +16,7 @@ from chairlift.models.blocks import (
     AS_LLAMA,
     AttentionBlock,
     Block,
+    ExpertsBlock,
     Norms,
     TensorNames,
     Weight,
@@ -106,8 +107,15 @@ class ModelShape:
     @property
     def can_record(self) -> bool:
         """True if CUDA graphs can record a decode step: all keys and values are in one tensor, and it launches the same
-        for any data. Recurrent layers need their kernels for that."""
-        return len(CacheLayout.of(self.kept(self.dtype), self.num_layers).groups) == 1
+        for any data. Recurrent layers need their kernels for that, and what experts compute depends on the data."""
+        return len(CacheLayout.of(self.kept(self.dtype), self.num_layers).groups) == 1 and not self.num_experts
+
+    @property
+    def num_experts(self) -> int:
+        """Counts the experts of all layers."""
+        return sum(
+            block.router.num_experts for layer in self.layers for block in layer if isinstance(block, ExpertsBlock)
+        )
 
     def describe(self) -> str:
         """One line for the log."""

@@ -4,8 +4,7 @@
 more entry.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,10 +12,8 @@ import transformers
 
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.blocks import (
-    AS_LLAMA,
     Activation,
     AttentionBlock,
-    Block,
     DenseMLPBlock,
     Norms,
     QKNorm,
@@ -24,13 +21,13 @@ from chairlift.models.blocks import (
 )
 from chairlift.models.claims import MAX_LAYERS
 from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
+from chairlift.models.family import ATTENTION_BIAS, MLP_BIAS, MULTIPLIERS, Differences, Family
 from chairlift.models.fields import (
     check_scales,
     check_sizes,
     has_fused_mlps,
     read_activation,
     read_dtype,
-    read_granite_inner_size,
     read_growth,
     read_head_dim,
     read_lfm2_inner_size,
@@ -46,46 +43,20 @@ from chairlift.models.mixers import (
     read_mamba2_of_granite,
     read_mamba2_of_nemotron,
 )
+from chairlift.models.mixture_families import GRANITE_SPELLINGS, GRANITE_STACKED, MIXTURE_FAMILIES
+from chairlift.models.mixtures import read_granite_moe_hybrid
 from chairlift.models.rope import read_rope
 from chairlift.models.rotary import RopeConfig
 from chairlift.models.towers import NOT_TEXT, TOWERS, find_text_model, without_sections
 
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 
-Differences = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Says how an architecture differs from a plain decoder with norms before attention and MLP."""
-
-    config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
-    # Fields of AttentionBlock, DenseMLPBlock and ModelConfig: what they always are, or functions of its object.
-    attention: Differences = field(default_factory=dict)
-    mlp: Differences = field(default_factory=dict)
-    model: Differences = field(default_factory=dict)
-    has_windows: bool = False  # in the layers that layer_types says, or in all
-    is_partly_rotated: bool = False  # rope turns the share of a head that partial_rotary_factor says
-    ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
-    mixers: Mapping[str, Callable[[Any], Block]] = field(default_factory=dict)  # by layer type, instead of attention
-    beside: Callable[[Any], Block] | None = None  # what stands beside attention in every layer
-    has_mlps: bool = True  # each layer has one after its mixer
-    names: TensorNames = AS_LLAMA
-
-
 _MODEL: Differences = {"rms_norm_eps": attrgetter("rms_norm_eps")}
 _MLP: Differences = {
     "intermediate_size": attrgetter("intermediate_size"),
     "activation": read_activation,
 }
-_ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
-_MLP_BIAS = {"has_bias": attrgetter("mlp_bias")}
-_MULTIPLIERS = {
-    "embedding_scale": attrgetter("embedding_multiplier"),
-    "residual_scale": attrgetter("residual_multiplier"),
-    "logits_divisor": attrgetter("logits_scaling"),
-}
-_GEMMA_ATTENTION = {**_ATTENTION_BIAS, "scale": lambda config: config.query_pre_attn_scalar**-0.5}
+_GEMMA_ATTENTION = {**ATTENTION_BIAS, "scale": lambda config: config.query_pre_attn_scalar**-0.5}
 _GEMMA = {
     "norms": Norms.PRE_AND_POST,
     "has_offset_norms": True,
@@ -93,26 +64,26 @@ _GEMMA = {
     "logits_softcap": attrgetter("final_logit_softcapping"),
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family("LlamaConfig", _ATTENTION_BIAS, _MLP_BIAS),
+    "LlamaForCausalLM": Family("LlamaConfig", ATTENTION_BIAS, MLP_BIAS),
     "MistralForCausalLM": Family("MistralConfig", has_windows=True),
     "Ministral3ForCausalLM": Family("Ministral3Config", {"growth": read_growth}, has_windows=True),
     "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
-    "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
+    "Qwen3ForCausalLM": Family("Qwen3Config", {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
     "SmolLM3ForCausalLM": Family(
         "SmolLM3Config",
-        _ATTENTION_BIAS,
-        _MLP_BIAS,
+        ATTENTION_BIAS,
+        MLP_BIAS,
         has_windows=True,
         ropes=lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
     ),
     "GraniteForCausalLM": Family(
-        "GraniteConfig", {**_ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")}, _MLP_BIAS, _MULTIPLIERS
+        "GraniteConfig", {**ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")}, MLP_BIAS, MULTIPLIERS
     ),
     "Phi3ForCausalLM": Family(
         "Phi3Config", {"is_fused": True}, {"is_fused": True}, has_windows=True, is_partly_rotated=True
     ),
     "Olmo2ForCausalLM": Family(
-        "Olmo2Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.ALL_HEADS}, model={"norms": Norms.POST}
+        "Olmo2Config", {**ATTENTION_BIAS, "qk_norm": QKNorm.ALL_HEADS}, model={"norms": Norms.POST}
     ),
     "Gemma2ForCausalLM": Family(
         "Gemma2Config",
@@ -129,7 +100,7 @@ FAMILIES = {
     ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3_5TextConfig",
-        {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD, "has_output_gate": True},
+        {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD, "has_output_gate": True},
         model={"has_offset_norms": True},
         is_partly_rotated=True,
         ropes=lambda config: [without_sections(config.rope_parameters)] * config.num_hidden_layers,
@@ -177,27 +148,35 @@ FAMILIES = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "GraniteMoeHybridConfig",
-        {**_ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")},
-        {"intermediate_size": read_granite_inner_size, "is_fused": has_fused_mlps},
-        _MULTIPLIERS,
+        {**ATTENTION_BIAS, "scale": attrgetter("attention_multiplier")},
+        {"intermediate_size": attrgetter("shared_intermediate_size"), "is_fused": has_fused_mlps},
+        MULTIPLIERS,
         ropes=lambda config: (
             [config.rope_parameters if config.position_embedding_type == "rope" else None] * config.num_hidden_layers
         ),
         mixers={"linear_attention": read_mamba2_of_granite},
+        mixtures=read_granite_moe_hybrid,
         names=TensorNames(
-            (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
+            (
+                *GRANITE_SPELLINGS,
+                ("mlp.gate_up_proj", "shared_mlp.input_linear"),
+                ("mlp.down_proj", "shared_mlp.output_linear"),
+                ("shared_mlp.gate_up_proj", "shared_mlp.input_linear"),
+                ("shared_mlp.down_proj", "shared_mlp.output_linear"),
+            ),
+            stacked=GRANITE_STACKED,
         ),
     ),
     "FalconH1ForCausalLM": Family(
         "FalconH1Config",
         {
-            **_ATTENTION_BIAS,
+            **ATTENTION_BIAS,
             "scale": lambda config: config.key_multiplier * read_head_dim(config) ** -0.5,
             "input_scale": attrgetter("attention_in_multiplier"),
             "output_scale": attrgetter("attention_out_multiplier"),
         },
         {
-            **_MLP_BIAS,
+            **MLP_BIAS,
             "gate_scale": lambda config: config.mlp_multipliers[0],
             "output_scale": lambda config: config.mlp_multipliers[1],
         },
@@ -211,7 +190,7 @@ FAMILIES = {
         ),
     ),
     "SeedOssForCausalLM": Family(
-        "SeedOssConfig", {**_ATTENTION_BIAS, "has_output_bias": attrgetter("attention_out_bias")}, _MLP_BIAS
+        "SeedOssConfig", {**ATTENTION_BIAS, "has_output_bias": attrgetter("attention_out_bias")}, MLP_BIAS
     ),
     "InternLM3ForCausalLM": Family(  # not every version of transformers has its class, and Llama's keeps unknown fields
         "LlamaConfig",
@@ -221,6 +200,7 @@ FAMILIES = {
         },
         {"has_bias": lambda config: getattr(config, "bias", config.mlp_bias)},
     ),
+    **MIXTURE_FAMILIES,
 }
 """By architecture, as `config.json` names it."""
 
@@ -261,9 +241,16 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         dtype=read_dtype(config),
         hidden_size=config.hidden_size,
         is_tied=config.tie_word_embeddings,
-        names=family.names,
+        names=_without_guessing_layers(family.names, config),
         **_resolve(_MODEL | family.model, config),
     )
+
+
+def _without_guessing_layers(names: TensorNames, config: Any) -> TensorNames:
+    """Skips the layers after the last, which guess further tokens."""
+    first, num_guessing = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    guessing = (f"{names.body}layers.{layer}." for layer in range(first, first + min(num_guessing, MAX_LAYERS)))
+    return replace(names, skipped=(*names.skipped, *guessing))
 
 
 def _read_layers(family: Family, config: Any) -> tuple[Layer, ...]:
@@ -280,11 +267,12 @@ def _read_layers(family: Family, config: Any) -> tuple[Layer, ...]:
     mixers = {kind: read(config) for kind, read in family.mixers.items() if kind in kinds}
     beside = () if family.beside is None else (family.beside(config),)
     after = (DenseMLPBlock(**_resolve(_MLP | family.mlp, config)),) if family.has_mlps else ()
+    mixtures = [()] * len(kinds) if family.mixtures is None else family.mixtures(config)
     layers: list[Layer] = []
-    for kind, rope in zip(kinds, _read_ropes(family, config, head_dim), strict=True):
+    for kind, rope, mixture in zip(kinds, _read_ropes(family, config, head_dim), mixtures, strict=True):
         seen = window if kind == _SLIDING else None
         mixer = mixers[kind] if kind in mixers else AttentionBlock(rope=rope, window=seen, **attention)
-        layers.append((*beside, mixer, *after))
+        layers.append((*beside, mixer, *(mixture or after)))
     return tuple(layers)
 
 

@@ -88,14 +88,6 @@ def read_plain_mlp(config: Any) -> DenseMLPBlock:
     )
 
 
-def read_granite_inner_size(config: Any) -> int:
-    """Reads the inner features of the MLPs of a Granite 4. CheckpointError if it has experts beside them."""
-    if config.num_local_experts:
-        raise CheckpointError(f"{config.num_local_experts} experts are not supported in this architecture")
-    size: int = config.shared_intermediate_size
-    return size
-
-
 def has_fused_mlps(config: Any) -> bool:
     """Returns false for the config of a GGUF file, which has what safetensors stack as two tensors."""
     is_fused: bool = getattr(config, "has_fused_mlps", True)

@@ -141,13 +141,15 @@ class InvariantForward:
 
     Results depend on the batch because libraries choose kernels, and so an order of summation, by the shapes of a call
     (He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the batch has no influence on any call's shape:
-    tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone.
+    tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone. A tile is
+    one token if there are experts, since the tokens of a larger one share products with those that chose the same.
     """
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._attention = model.config.attention
-        self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
+        sizes = _TILE_SIZES[-1:] if model.config.num_experts else _TILE_SIZES
+        self._tile_size = next(size for size in sizes if _ignores_position(model, size))
         logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
 
     def hidden(

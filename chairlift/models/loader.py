@@ -330,7 +330,8 @@ def _parts_of(weight: Weight, suffix: str, shape: tuple[int, ...]) -> dict[str, 
     """The tensors that are stacked in a parameter, with their shapes."""
     if len(weight.parts) == 1:
         return {f"{weight.parts[0].name}{suffix}": shape}
-    return {f"{part.name}{suffix}": (part.length, *shape[1:]) for part in weight.parts}
+    equal = shape[0] // len(weight.parts)
+    return {f"{part.name}{suffix}": (part.length or equal, *shape[1:]) for part in weight.parts}
 
 
 @contextmanager

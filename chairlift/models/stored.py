@@ -84,6 +84,15 @@ class SafetensorsWeights:
                 file.read_into(part, stored.offset + begin)
                 flat[begin // size : (begin + len(part)) // size].copy_(part.view(stored.dtype))
 
+    def read_rows(self, name: str, index: int, start: int, stop: int) -> torch.Tensor:
+        """Reads rows of one of the matrices that are stacked in the tensor, which has three dimensions."""
+        place = self._places[name]
+        _, num_rows, num_columns = place.shape
+        row_bytes = num_columns * place.dtype.itemsize
+        with FileBytes(place.path) as file:
+            read = file.read(place.offset + (index * num_rows + start) * row_bytes, (stop - start) * row_bytes)
+        return read.view(place.dtype).view(stop - start, num_columns)
+
     def are_equal(self, first: str, second: str) -> bool:
         """True if both tensors have the same dtype, shape and bits, which those without rows or elements have not."""
         one, two = self._places[first], self._places[second]

@@ -17,6 +17,7 @@ TOWERS = {  # by architecture: transformers' class of the config
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeConfig",
 }
 _TEXT_MODELS = {  # by model type of the text part: the architecture of the same decoder by itself
     "gemma3_text": "Gemma3ForCausalLM",
@@ -25,6 +26,7 @@ _TEXT_MODELS = {  # by model type of the text part: the architecture of the same
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = tuple(

@@ -51,10 +51,6 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ("Mamba", {}, "layers of type linear_attention are not supported"),
         ("Jamba", {}, "JambaForCausalLM"),
         (
-            *("Lfm2Moe", {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention", "conv"]}),
-            "Lfm2MoeForCausalLM" + UNSUPPORTED.format("conv"),
-        ),
-        (
             *("Qwen3Next", {"model_type": "qwen3_next", "num_hidden_layers": 4}),
             "Qwen3NextForCausalLM" + UNSUPPORTED.format("linear_attention"),
         ),
@@ -82,14 +78,14 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ),
         ("Own", {"auto_map": {"AutoConfig": "own.Own"}}, "is not run"),
         ("MistralModel", {"model_type": "mistral"}, "transformers has no decoder of that name"),
-        ("Mixtral", {"quantization_config": {"quant_method": "awq"}}, "its weights are quantized with awq"),
+        ("Phimoe", {"quantization_config": {"quant_method": "awq"}}, "its weights are quantized with awq"),
         (
             *("Cohere", {"pad_token_id": 0, "sliding_window": 9}),
             "its sliding window is in its masks only",
         ),
-        ("Mixtral", {"max_position_embeddings": -64}, "max_position_embeddings must be at least 1, not -64"),
+        ("Phimoe", {"max_position_embeddings": -64}, "max_position_embeddings must be at least 1, not -64"),
         *(
-            ("Mixtral", {"num_local_experts": 2, "sliding_window": window}, "sliding_window must be a whole number")
+            ("Phimoe", {"num_local_experts": 2, "sliding_window": window}, "sliding_window must be a whole number")
             for window in (-65535, 2**31)
         ),
     ],
@@ -122,7 +118,7 @@ def test_a_window_that_covers_the_context_is_no_obstacle(tmp_path: Path, window:
     ],
 )
 def test_missing_and_leftover_tensors_are_named(tmp_path: Path, name: str, is_missing: bool, said: str) -> None:
-    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4)
+    make_checkpoint(tmp_path, model_type="phimoe", pad_token_id=0, num_local_experts=4)
     edit(tmp_path, {name: None if is_missing else torch.ones(64)})
     assert said in refusal(tmp_path, load)
 
@@ -153,7 +149,7 @@ class _NoRecorder:
 
 
 def test_its_steps_are_not_recorded_in_graphs(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4)
+    make_checkpoint(tmp_path, model_type="phimoe", pad_token_id=0, num_local_experts=4)
     core = EngineCore(EngineConfig(model=str(tmp_path), max_batch_size=2), Parts(pacing=Pacing(1, _NoRecorder())))
     assert core.cache.max_cache_batch_size == 2  # without a scratch slot
 

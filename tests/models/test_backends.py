@@ -189,9 +189,9 @@ def test_native_code_runs_in_one_process_and_no_model_in_transformers_own_code()
     said = "it computes in one process, and tensor_parallel_size is 2"
     assert find_obstacle(AttentionBackend.CPU, shape(64), DType.FLOAT32, "cpu", 2) == said
     described = {field.name: getattr(BASE, field.name) for field in fields(ModelShape)}
-    mixtral = ModelShape(**{**described, "architecture": "MixtralForCausalLM"})
-    said = "it runs the families that have a wiring of their own, and MixtralForCausalLM has none"
-    assert find_obstacle(AttentionBackend.CPU, mixtral, DType.FLOAT32, "cpu") == said
+    adapted = ModelShape(**{**described, "architecture": "PhimoeForCausalLM"})
+    said = "it runs the families that have a wiring of their own, and PhimoeForCausalLM has none"
+    assert find_obstacle(AttentionBackend.CPU, adapted, DType.FLOAT32, "cpu") == said
 
 
 def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_numbers_in_lists_and_with_a_point_are_bounded_too(valid: Path, counts: 
 @pytest.mark.parametrize("sizes", [{"num_local_experts": 4096}, {"intermediate_size": 2**24}])
 def test_a_decoder_in_transformers_code_is_no_larger_than_its_weights(tmp_path: Path, sizes: dict[str, Any]) -> None:
     """transformers names the tensors of experts anew, so their shapes are compared only after it has allocated them."""
-    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=2, **SHAPE)
+    make_checkpoint(tmp_path, model_type="phimoe", pad_token_id=0, num_local_experts=2, **SHAPE)
     path = write_config(tmp_path, read_config(tmp_path), sizes)
     assert " parameters, and the weights have " in refusal(path, open_checkpoint)
 

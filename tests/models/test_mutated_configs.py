@@ -37,7 +37,11 @@ FACTORS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Llama of 3 layers, and a decoder in transformers' code."""
-    shapes: dict[str, dict[str, Any]] = {"llama": {}, "mixtral": {"num_local_experts": 4}, "gpt2": {"pad_token_id": 0}}
+    shapes: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "phimoe": {"num_local_experts": 4, "pad_token_id": 0},
+        "gpt2": {"pad_token_id": 0},
+    }
     directory = tmp_path_factory.mktemp("made")
     for model_type, shape in shapes.items():
         make_checkpoint(directory / model_type, model_type=model_type, **shape)
@@ -65,7 +69,7 @@ def refused(source: Path, directory: Path, changes: dict[str, Any]) -> str:
     return message
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "phimoe"])
 @pytest.mark.parametrize("size", [4, 1000, *HUGE])
 def test_more_layers_than_the_weights_have(made: dict[str, Path], tmp_path: Path, model_type: str, size: int) -> None:
     said = refused(made[model_type], tmp_path, {"num_hidden_layers": size})
@@ -80,7 +84,7 @@ def test_layers_by_another_name_are_counted_as_well(made: dict[str, Path], tmp_p
     assert said == f"{tmp_path}/config.json: n_layer is 900, and the weights have 3 layers"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "phimoe"])
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("size", [HUGE[0], HUGE[2]])
 def test_sizes_that_the_tensors_contradict(

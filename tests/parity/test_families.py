@@ -84,9 +84,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 ADAPTED: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "sliding_window": WINDOW},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "cohere": {"logit_scale": 0.25, "pad_token_id": 0},
     "gpt_neox": {"rotary_pct": 0.5},
     "starcoder2": {"sliding_window": WINDOW},
@@ -97,7 +94,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "phimoe, window of the context": {"num_local_experts": 4, "sliding_window": 512, "pad_token_id": 0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0},
     "apertus, longrope": longrope(FACTORS[0][:8], [2.0] * 8),
-    "granitemoe, dynamic rope": {"num_local_experts": 4, "attention_multiplier": 0.2, "rope_parameters": DYNAMIC},
+    "cohere2, dynamic rope": {"pad_token_id": 0, "rope_parameters": DYNAMIC, "layer_types": ["full_attention"] * 3},
 }
 
 NATIVE_CASES = [pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES]

@@ -15,11 +15,14 @@ from chairlift.models.blocks.block import (
 )
 from chairlift.models.blocks.dense_mlp import Activation, DenseMLPBlock, GatedMLP
 from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
+from chairlift.models.blocks.experts import ClampedSwiGLU, Experts, ExpertsBlock, StackedLinear
 from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
-from chairlift.models.blocks.names import AS_LLAMA, TensorNames
+from chairlift.models.blocks.names import AS_LLAMA, StackedExperts, TensorNames
+from chairlift.models.blocks.router import Router, Scoring
+from chairlift.models.blocks.shared_mlp import SharedMLPBlock
 
 __all__ = [
     "AS_LLAMA",
@@ -29,9 +32,12 @@ __all__ = [
     "AttentionBlock",
     "Block",
     "BlockModule",
+    "ClampedSwiGLU",
     "Cut",
     "DecoderLayer",
     "DenseMLPBlock",
+    "Experts",
+    "ExpertsBlock",
     "GatedDeltaNetBlock",
     "GatedMLP",
     "GatedShortConvBlock",
@@ -46,7 +52,12 @@ __all__ = [
     "QueryGrowth",
     "Residual",
     "Rotation",
+    "Router",
+    "Scoring",
     "SelfAttention",
+    "SharedMLPBlock",
+    "StackedExperts",
+    "StackedLinear",
     "TensorNames",
     "Units",
     "Weight",

@@ -57,7 +57,7 @@ class Part:
 
     name: str  # Hugging Face's
     gguf: str  # llama.cpp's
-    units: tuple[Units, ...] = ()  # one after the other; none: the weight is neither stacked nor cut
+    units: tuple[Units, ...] = ()  # one after the other; none: the weight is not cut, and its parts are of one size
     rotated_head_dim: int | None = None  # of heads that are rotated, whose rows some GGUF files have in another order
     from_gguf: Arrange | None = None  # llama.cpp's tensor -> Hugging Face's; None: they are the same
 
@@ -178,9 +178,18 @@ class Packer(Protocol):
 
     lanes: int  # outputs of a panel
 
-    def matrix(self, linear: Linear, arrange: Arrange = ..., *, num_exact: int = 0, input_scale: float = 1.0) -> Any:
-        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here.
+    def matrix(
+        self,
+        linear: Linear,
+        arrange: Arrange = ...,
+        *,
+        is_exact: bool = False,
+        num_exact: int = 0,
+        input_scale: float = 1.0,
+    ) -> Any:
+        """`is_exact`: it is never rounded here.
 
+        `num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here.
         `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.
         """
         ...

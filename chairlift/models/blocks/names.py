@@ -14,10 +14,24 @@ _BODIES = (  # and the head's name beside each
 
 
 @dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Names the tensors in which a family's checkpoints stack the matrices of a layer's experts.
+
+    `[experts, 2 inner, hidden]` holds an expert's gate and then its up, and `[experts, hidden, inner]` its down.
+    """
+
+    within: str  # stands before both, and where each expert has tensors of its own before the expert's number
+    gate_up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names in a family's checkpoints."""
 
     spellings: tuple[tuple[str, str], ...] = ()  # beginnings of names within a layer or the body: ours, theirs
+    endings: tuple[tuple[str, str], ...] = ()  # of names, likewise
+    stacked: StackedExperts | None = None  # None: each expert has tensors of its own
     body: str = _BODY  # stands before the names of the embedding, the layers and the last norm
     head: str = _HEAD
     skipped: tuple[str, ...] = ()  # beginnings of tensors that the text model does without
@@ -52,10 +66,10 @@ class TensorNames:
         return name.startswith(self.skipped)
 
     def _spell(self, name: str) -> str:
-        for ours, theirs in self.spellings:
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+        begin = next((pair for pair in self.spellings if name.startswith(pair[0])), ("", ""))
+        name = begin[1] + name.removeprefix(begin[0])
+        end = next((pair for pair in self.endings if name.endswith(pair[0])), ("", ""))
+        return name.removesuffix(end[0]) + end[1]
 
 
 AS_LLAMA = TensorNames()

@@ -32,6 +32,17 @@ class DenseMLPBlock(ctypes.Structure):
         *((name, Matrix) for name in ("up", "down")),
         *((name, c_int64) for name in ("intermediate", "is_gated", "is_gelu")),
         *((name, c_double) for name in ("gate_scale", "output_scale")),
+        ("output_gate", Matrix),
+    ]
+
+
+class ExpertsBlock(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("router", "gate", "up", "down")),
+        ("choice_bias", c_void_p),
+        *((name, c_int64) for name in ("num_experts", "num_chosen", "intermediate", "is_sigmoid", "is_normalized")),
+        *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "activation")),
+        *((name, c_double) for name in ("eps", "scale", "alpha", "limit")),
     ]
 
 
@@ -67,6 +78,7 @@ class Mamba2Block(ctypes.Structure):
 BLOCKS: dict[str, type[ctypes.Structure]] = {
     "attention": AttentionBlock,
     "dense_mlp": DenseMLPBlock,
+    "experts": ExpertsBlock,
     "gated_short_conv": GatedShortConvBlock,
     "gated_delta_net": GatedDeltaNetBlock,
     "mamba2": Mamba2Block,

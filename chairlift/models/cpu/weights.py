@@ -70,10 +70,16 @@ class NativeWeights:
         )
 
     def matrix(
-        self, linear: Linear, arrange: Arrange = _as_they_are, *, num_exact: int = 0, input_scale: float = 1.0
+        self,
+        linear: Linear,
+        arrange: Arrange = _as_they_are,
+        *,
+        is_exact: bool = False,
+        num_exact: int = 0,
+        input_scale: float = 1.0,
     ) -> Matrix:
         """See `Packer`."""
-        return self._matrix(linear, arrange, num_exact=num_exact, input_scale=input_scale)
+        return self._matrix(linear, arrange, is_exact=is_exact, num_exact=num_exact, input_scale=input_scale)
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
         """The factors of a norm: float32, padded with zeros to whole vectors."""
@@ -120,12 +126,13 @@ class NativeWeights:
         arrange: Arrange = _as_they_are,
         *,
         is_head: bool = False,
+        is_exact: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
         bias = None if linear.bias is None else arrange(linear.bias.float() / input_scale)
         weight = linear.let_go()
-        if isinstance(weight, torch.Tensor) and self._quantization is None:
+        if isinstance(weight, torch.Tensor) and (is_exact or self._quantization is None):
             return self._place(pack(arrange(weight), bias))
         self.has_groups = True
         if isinstance(weight, GroupedWeight):

@@ -12,7 +12,15 @@ from torch import nn
 
 from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.models import TorchForward, load_backend
-from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, Norms, QKNorm, SelfAttention
+from chairlift.models.blocks import (
+    Activation,
+    AttentionBlock,
+    DenseMLPBlock,
+    Norms,
+    QKNorm,
+    SelfAttention,
+    StackedLinear,
+)
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
@@ -206,6 +214,20 @@ class GroupedLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
+class GroupedExperts(nn.Module):
+    """The same for the matrices of several experts."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_experts: int) -> None:
+        super().__init__()
+        biases = [None] * num_experts if bias is None else bias.chunk(num_experts)
+        self._each = [GroupedLinear(*pair) for pair in zip(weight.chunk(num_experts), biases, strict=True)]
+
+    def forward_each(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """See `StackedLinear`."""
+        parts = zip(self._each, torch.split(x, counts), strict=True)
+        return torch.cat([each(rows) if len(rows) else rows.new_empty(0, len(each.weight)) for each, rows in parts])
+
+
 def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal, but in rows where a factor lies so near the middle of two 8-bit numbers that it became the other one.
 
@@ -225,7 +247,10 @@ def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
         embedding = quantize(model.model.embed_tokens.weight, 8).dequantize()[:, : model.config.hidden_size]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Linear):
+            if isinstance(child, StackedLinear):
+                weight = quantize(child.weight, num_bits).dequantize()
+                setattr(parent, name, GroupedExperts(weight, child.bias, child.num_experts))
+            elif isinstance(child, Linear) and name != "router":
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
                 if isinstance(parent, SelfAttention) and child is parent.qkv_proj:
                     first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim

@@ -13,7 +13,20 @@ from chairlift.config import AttentionBackend, DType
 from chairlift.models import find_obstacle
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.attention.torch_sdpa import TorchBackend
-from chairlift.models.blocks import Activation, AttentionBlock, Block, DenseMLPBlock, Norms, QKNorm, Residual
+from chairlift.models.blocks import (
+    Activation,
+    AttentionBlock,
+    Block,
+    ClampedSwiGLU,
+    DenseMLPBlock,
+    ExpertsBlock,
+    Norms,
+    QKNorm,
+    Residual,
+    Router,
+    Scoring,
+    SharedMLPBlock,
+)
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.cpu.decoder import NativeStage
@@ -61,6 +74,35 @@ def random_mlp(rng: random.Random) -> DenseMLPBlock:
     )
 
 
+def random_router(rng: random.Random) -> Router:
+    num_groups, size = rng.choice((1, 1, 2, 5)), rng.randrange(2, 8)
+    num_chosen_groups = rng.randrange(1, num_groups + 1)
+    return Router(
+        num_experts=num_groups * size,
+        num_chosen=rng.randrange(1, min(num_chosen_groups * size, 6) + 1),
+        scoring=rng.choice(list(Scoring)),
+        is_normalised=rng.choice((False, True)),
+        eps=rng.choice((0.0, 1e-6)),
+        scale=rng.choice((1.0, 1.7)),
+        has_bias=rng.choice((False, True)),
+        has_choice_bias=rng.choice((False, True)),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+    )
+
+
+def random_mixture(rng: random.Random) -> tuple[Block, ...]:
+    """Experts, with a shared one beside them or not."""
+    experts = ExpertsBlock(
+        router=random_router(rng),
+        intermediate_size=rng.randrange(20, 150),
+        activation=rng.choice((Activation.SILU, Activation.GELU_TANH, ClampedSwiGLU(1.7, 0.9))),
+        has_bias=rng.choice((False, True)),
+    )
+    shared = SharedMLPBlock(intermediate_size=rng.randrange(20, 150), has_output_gate=rng.choice((False, True)))
+    return rng.choice(((experts,), (experts, shared), (shared, experts)))
+
+
 def random_model(seed: int) -> ModelConfig:
     """Four to seven layers: most attend first, some have one of the blocks only, or both in the other order."""
     rng = random.Random(seed)
@@ -68,6 +110,7 @@ def random_model(seed: int) -> ModelConfig:
     for _ in range(rng.randrange(4, 8)):
         attention, mlp = random_attention(rng), random_mlp(rng)
         layers.append(rng.choice([(attention, mlp), (attention, mlp), (attention,), (mlp,), (mlp, attention)]))
+    layers.append((random_attention(rng), *random_mixture(rng)))
     layers.append((random_attention(rng), random_mlp(rng)))
     return replace(
         BASE,

@@ -98,7 +98,7 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 // 0 if this machine lets the library run. `sizes`: bytes of the structures, which must be those that Python passes.
 EXPORTED int chairlift_start(int64_t* sizes) {
     const int64_t own[] = {
-        sizeof(Matrix),   sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(GatedShortConvBlock),
+        sizeof(Matrix), sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(ExpertsBlock), sizeof(GatedShortConvBlock),
         sizeof(GatedDeltaNetBlock), sizeof(Mamba2Block), sizeof(Sublayer), sizeof(Model),
         sizeof(CacheGroup), sizeof(States), sizeof(Batch), sizeof(Piece)};
     std::memcpy(sizes, own, sizeof own);

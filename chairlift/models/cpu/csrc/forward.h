@@ -8,6 +8,7 @@
 
 #include "blocks/attention.h"
 #include "blocks/dense_mlp.h"
+#include "blocks/experts.h"
 #include "blocks/gated_delta_net.h"
 #include "blocks/gated_short_conv.h"
 #include "blocks/mamba2.h"
@@ -18,6 +19,7 @@ template <class T, class W> struct Forward {
     const Stream<T, W> stream;
     const Attention<T, W> attention;
     const DenseMlp<T, W> dense_mlp;
+    const Experts<T, W> experts;
     const StateRows state_rows;
     const GatedShortConv<T, W> gated_short_conv;
     const GatedDeltaNet<T, W> gated_delta_net;
@@ -28,7 +30,7 @@ template <class T, class W> struct Forward {
     Forward(const Model& model, const Batch& batch, const Piece& p, Arena& arena, int num_threads)
         : piece(p), sublayers(model, p), stream(model, batch, p.residual, has_post_norms(), has_plain(), arena),
           attention(stream, sublayers, num_threads, arena), dense_mlp(stream, sublayers, arena),
-          state_rows(batch, has_states(), arena), gated_short_conv(stream, state_rows, sublayers, arena),
+          experts(stream, sublayers, arena), state_rows(batch, has_states(), arena), gated_short_conv(stream, state_rows, sublayers, arena),
           gated_delta_net(stream, state_rows, sublayers, num_threads, arena),
           mamba2(stream, state_rows, sublayers, num_threads, arena), num_counters(num_stages() * num_threads),
           counters(arena.allocate<Counter>(num_counters)) {}
@@ -63,6 +65,7 @@ template <class T, class W> struct Forward {
     template <class Use> void each_block(const Sublayer& sublayer, Use use) const {
         if (sublayer.attention) use(attention, *sublayer.attention);
         if (sublayer.dense_mlp) use(dense_mlp, *sublayer.dense_mlp);
+        if (sublayer.experts) use(experts, *sublayer.experts);
         if (sublayer.gated_short_conv) use(gated_short_conv, *sublayer.gated_short_conv);
         if (sublayer.gated_delta_net) use(gated_delta_net, *sublayer.gated_delta_net);
         if (sublayer.mamba2) use(mamba2, *sublayer.mamba2);

@@ -49,6 +49,21 @@ struct DenseMlpBlock {
     int64_t is_gated;
     int64_t is_gelu;  // the activation of a gate: GELU (by tanh), or else SiLU
     double gate_scale, output_scale;  // factors of what that activation gets, and of the output
+    Matrix output_gate;  // of one column: the sigmoid of its product is a factor of the output; no columns: none
+};
+
+// The sum over the experts that the router chooses for a token of weight down(activation(gate(x)) * up(x)).
+struct ExpertsBlock {
+    Matrix router;
+    Matrix gate, up, down;     // of all experts: the panels of one come after those of the one before it
+    const float* choice_bias;  // [num_experts], of scores when they are compared; null: there is none
+    int64_t num_experts, num_chosen, intermediate;
+    int64_t is_sigmoid;             // scores are sigmoids, or else a softmax
+    int64_t is_normalized;          // weights are divided by their sum plus eps
+    int64_t num_groups, num_chosen_groups;  // experts are chosen of the groups with the best two
+    int64_t activation;             // of the gate: 0 SiLU, 1 GELU (by tanh), 2 (up + 1) gate sigmoid(alpha gate)
+    double eps, scale;              // scale: of weights
+    double alpha, limit;            // of activation 2: gate is at most the limit, and up is within it on both sides
 };
 
 // Where a layer's state begins in the row of a slot, and its inputs among those of a tentative token.
@@ -94,6 +109,7 @@ struct Sublayer {
     const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
     const AttentionBlock* attention;
     const DenseMlpBlock* dense_mlp;
+    const ExpertsBlock* experts;
     const GatedShortConvBlock* gated_short_conv;
     const GatedDeltaNetBlock* gated_delta_net;
     const Mamba2Block* mamba2;

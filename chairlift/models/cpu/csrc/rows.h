@@ -28,6 +28,20 @@ template <class W> struct Rows {
         std::memset((void*)(values + row * stride + width), 0, (stride - width) * sizeof(W));
     }
 
+    // The rows from that one on, as a block by themselves.
+    Rows block(int64_t first, int64_t) const {
+        Rows own = *this;
+        own.values += first * stride;
+        return own;
+    }
+
+    // That row of these, as the first of a block.
+    Rows at(int64_t row) const { return block(row, 1); }
+
+    void copy(int64_t row, const Rows& from, int64_t of) const {
+        std::memcpy((void*)(values + row * stride), (const void*)(from.values + of * stride), stride * sizeof(W));
+    }
+
     // Columns of some panels, for `count` rows.
     void multiply_by(const Matrix& matrix, int64_t row, int count, int64_t panel, int panels, float* c, int64_t ldc,
                      Prefetch prefetch) const {
@@ -71,6 +85,21 @@ template <> struct Rows<Group> {
         }
     }
 
+    // The memory of `count` rows from that one on, up to ROWS_AT_ONCE, as a block by themselves.
+    Rows block(int64_t first, int64_t count) const { return moved(first * (stride / GROUP), count); }
+
+    // That row of these, as the first of a block.
+    Rows at(int64_t row) const { return moved(place_of(row, 0), block_rows); }
+
+    void copy(int64_t row, const Rows& from, int64_t of) const {
+        for (int64_t k = 0; k < stride; k += GROUP) {
+            const int64_t place = place_of(row, k), other = from.place_of(of, k);
+            groups[place] = from.groups[other];
+            has_residual[place] = from.has_residual[other];
+            if (has_residual[place]) residuals[place] = from.residuals[other];
+        }
+    }
+
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
                      Prefetch) const {
@@ -84,6 +113,13 @@ template <> struct Rows<Group> {
         for (int r = 0; r < rows; r++)
             for (int k = 0; k < width; k += LANES)
                 store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));
+    }
+
+  private:
+    Rows moved(int64_t place, int64_t rows) const {
+        Rows own = *this;
+        own.groups += place, own.residuals += place, own.has_residual += place, own.block_rows = rows;
+        return own;
     }
 };
 

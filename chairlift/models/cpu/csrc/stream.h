@@ -44,8 +44,10 @@ struct Target {
     float* to;  // [T][hidden, padded]
     bool is_sum;  // it is added to what is there, or else written
     float scale;  // of the product
+    const float* factors = nullptr;  // [T], of each token as well; null: all are 1
 
-    Target times(double factor) const { return {to, is_sum, scale * float(factor)}; }
+    Target times(double factor) const { return {to, is_sum, scale * float(factor), factors}; }
+    Target times(const float* of_tokens) const { return {to, is_sum, scale, of_tokens}; }
 };
 
 template <class T, class W> struct Stream {
@@ -173,8 +175,9 @@ template <class T, class W> struct Stream {
                      const Target& target) const {
         float* to = target.to + row * stride + column;
         for (int r = 0; r < count; r++, c += tile_stride, to += stride) {
+            const float scale = target.factors ? target.scale * target.factors[row + r] : target.scale;
             for (int k = 0; k < width; k += LANES) {
-                const f32x16 scaled = load16(c + k) * target.scale;
+                const f32x16 scaled = load16(c + k) * scale;
                 store16(to + k, target.is_sum ? load16(to + k) + scaled : scaled);
             }
         }

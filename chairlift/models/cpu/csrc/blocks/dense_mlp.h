@@ -5,16 +5,22 @@
 #include "../stream.h"
 
 template <class T, class W> struct DenseMlp {
-    static constexpr int64_t STAGES = 3;  // at most, as the counters of a Team are counted
+    static constexpr int64_t STAGES = 4;  // at most, as the counters of a Team are counted
 
     const Stream<T, W>& stream;
     const InnerRows<T, W> gated;
+    float* const output_gates;  // [T], if there are any
 
     // With memory for each such block of a piece.
     DenseMlp(const Stream<T, W>& s, const Sublayers& sublayers, Arena& arena)
-        : stream(s), gated(arena, s.num_tokens, sublayers.most(&Sublayer::dense_mlp, width_of)) {}
+        : stream(s), gated(arena, s.num_tokens, sublayers.most(&Sublayer::dense_mlp, width_of)),
+          output_gates(arena.allocate<float>(
+              sublayers.most(&Sublayer::dense_mlp, [&](const DenseMlpBlock& block) { return gates_of(block); }))) {}
 
-    static bool reads(const DenseMlpBlock& block, bool plain) { return is_plain<W>(block.up) == plain; }
+    static bool reads(const DenseMlpBlock& block, bool plain) {
+        return is_plain<W>(block.up) == plain ||
+               (block.output_gate.columns && is_plain<W>(block.output_gate) == plain);
+    }
 
     // Called in the stage before `run`.
     void begin(const DenseMlpBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
@@ -34,11 +40,28 @@ template <class T, class W> struct DenseMlp {
                 else
                     gate<false>(c, stride, count, width, scale, to, to_stride);
             });
+        if (block.output_gate.columns) compute_output_gates(team, block);
         team.wait();
-        stream.leave(team, block.down, rows, width_of(block), target.times(block.output_scale));
+        const Target scaled = target.times(block.output_scale);
+        stream.leave(team, block.down, rows, width_of(block),
+                     block.output_gate.columns ? scaled.times(output_gates) : scaled);
     }
 
   private:
+    int64_t gates_of(const DenseMlpBlock& block) const { return block.output_gate.columns ? stream.num_tokens : 0; }
+
+    void compute_output_gates(Team& team, const DenseMlpBlock& block) const {
+        stream.multiply(team, block.output_gate, 1, [&](int64_t, int64_t row, int count, const float* c, int stride, int) {
+            for (int r = 0; r < count; r++) output_gates[row + r] = first_of(sigmoid16(load16(c + r * stride)));
+        });
+    }
+
+    static float first_of(f32x16 x) {
+        float lanes[LANES];
+        store16(lanes, x);
+        return lanes[0];
+    }
+
     static int64_t width_of(const DenseMlpBlock& block) { return pad(block.intermediate, LANES); }
 
     InnerRows<T, W> rows_of(const DenseMlpBlock& block) const { return gated.narrowed(block.intermediate); }

@@ -1,0 +1,171 @@
+"""The block of a mixture of experts: MLPs of which a router chooses some for each token (Shazeer et al. 2017).
+
+A matrix of all experts is one weight: `[experts * out, in]`, an expert's rows after those of the one before it. An MLP
+that every token goes through as well is a block of its own beside this one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
+from chairlift.models.blocks.dense_mlp import Activation
+from chairlift.models.blocks.router import Router, Routes, Scoring
+from chairlift.models.layers import Linear, RMSNorm, pad_rows
+
+_NATIVE_ACTIVATIONS: dict[object, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+_NATIVE_CLAMPED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """(up + 1) gate sigmoid(alpha gate), with the gate at most the limit and up within it on both sides."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsBlock:
+    """A `Block`: the mixture of experts of one layer."""
+
+    name: ClassVar[str] = "experts"
+    role: ClassVar[str] = "mlp"
+
+    router: Router
+    intermediate_size: int  # of each expert
+    activation: Activation | ClampedSwiGLU = Activation.SILU  # of an expert's gate
+    has_bias: bool = False  # of experts
+
+    def __post_init__(self) -> None:
+        if self.activation is Activation.RELU_SQUARED:
+            raise ValueError("relu2 is not an activation of gates here")
+
+    @property
+    def native(self) -> str:
+        """Names its structure in native code."""
+        return "experts"
+
+    def make(
+        self,
+        layer_idx: int,  # noqa: ARG002
+        hidden_size: int,
+        make_norm: Callable[[int], RMSNorm],  # noqa: ARG002
+    ) -> "Experts":
+        return Experts(self, hidden_size)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Lists a tensor for each expert: files that stack them are read as if they had these (`models/stacked.py`)."""
+        biases = (Weight.parameter(Part("choice_bias", "exp_probs_b.bias")),) if self.router.has_choice_bias else ()
+        return (
+            Weight.whole("router", "router", "ffn_gate_inp"),
+            *biases,
+            *(self._stacked(name) for name in ("gate", "up", "down")),
+        )
+
+    def _stacked(self, name: str) -> Weight:
+        experts = range(self.router.num_experts)
+        return Weight(f"{name}_proj", tuple(Part(f"{i}.{name}_proj", f"ffn_{name}_exps.{i}") for i in experts))
+
+    def divide(self, num_ranks: int) -> NoReturn:
+        raise NotImplementedError(self.find_split_obstacle(num_ranks))
+
+    def find_split_obstacle(self, num_ranks: int) -> str:  # noqa: ARG002
+        return "its experts are not divided among devices"
+
+    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
+        return None
+
+    def state(self) -> None:
+        return None
+
+
+class StackedLinear(Linear):
+    """The matrices of several experts, each `[out, in]`, as one of all their rows."""
+
+    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
+        super().__init__(num_inputs, num_experts * num_outputs, bias=bias)
+        self.num_experts = num_experts
+
+    def pack(self) -> None:
+        """Leaves the matrices as they are: one product takes the rows of one expert."""
+
+    def forward_each(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """`[N, in] -> [N, out]`, of which the first rows are the first expert's, and so on."""
+        weights = self.weight.chunk(self.num_experts)
+        biases = [None] * self.num_experts if self.bias is None else self.bias.chunk(self.num_experts)
+        parts = zip(torch.split(x, counts), weights, biases, strict=True)
+        return torch.cat([F.linear(rows, weight, bias) for rows, weight, bias in parts])
+
+
+class Experts(BlockModule):
+    """The sum over a token's experts of weight down(act(gate(x)) * up(x))."""
+
+    def __init__(self, block: ExpertsBlock, hidden_size: int) -> None:
+        super().__init__()
+        self.block = block
+        router, size = block.router, block.intermediate_size
+        self.router = Linear(hidden_size, router.num_experts, bias=router.has_bias)
+        self.choice_bias = nn.Parameter(torch.empty(router.num_experts)) if router.has_choice_bias else None
+        self.gate_proj = StackedLinear(router.num_experts, hidden_size, size, bias=block.has_bias)
+        self.up_proj = StackedLinear(router.num_experts, hidden_size, size, bias=block.has_bias)
+        self.down_proj = StackedLinear(router.num_experts, size, hidden_size, bias=block.has_bias)
+
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
+        """`[T, hidden] -> [T, hidden]`"""
+        routes = self.block.router.route(self.router(x), self.choice_bias)
+        order = routes.experts.flatten().argsort(stable=True)  # what is computed, by expert
+        computed = self._compute(x[order // self.block.router.num_chosen], routes)
+        by_token = torch.empty_like(computed)
+        by_token[order] = computed
+        weighted = by_token.view(*routes.experts.shape, -1) * routes.weights[..., None].to(x.dtype)
+        return weighted.sum(dim=1)
+
+    def _compute(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """What experts make of rows in the experts' order: `[N, hidden] -> [N, hidden]`."""
+        counts = torch.bincount(routes.experts.flatten(), minlength=self.block.router.num_experts).tolist()
+        gate, up = self.gate_proj.forward_each(x, counts), self.up_proj.forward_each(x, counts)
+        return self.down_proj.forward_each(_multiply(self.block.activation, gate, up), counts)
+
+    def pack(self, packer: Packer) -> dict[str, object]:
+        block, router = self.block, self.block.router
+        clamped = block.activation if isinstance(block.activation, ClampedSwiGLU) else ClampedSwiGLU(0.0, 0.0)
+        arrange = partial(pad_each, count=router.num_experts, lanes=packer.lanes)
+        return {
+            "router": packer.matrix(self.router, is_exact=True),
+            **{name: packer.matrix(getattr(self, f"{name}_proj"), arrange) for name in ("gate", "up", "down")},
+            "choice_bias": None if self.choice_bias is None else packer.vector(self.choice_bias),
+            "num_experts": router.num_experts,
+            "num_chosen": router.num_chosen,
+            "intermediate": block.intermediate_size,
+            "is_sigmoid": router.scoring is Scoring.SIGMOID,
+            "is_normalized": router.is_normalised,
+            "num_groups": router.num_groups,
+            "num_chosen_groups": router.num_chosen_groups,
+            "activation": _NATIVE_ACTIVATIONS.get(block.activation, _NATIVE_CLAMPED),
+            "eps": router.eps,
+            "scale": router.scale,
+            "alpha": clamped.alpha,
+            "limit": clamped.limit,
+        }
+
+
+def pad_each(rows: torch.Tensor, count: int, lanes: int) -> torch.Tensor:
+    """`[count * n, ...]`: pads each n rows with zeros to whole panels."""
+    if len(rows) // count % lanes == 0:
+        return rows
+    return torch.cat([pad_rows(each, lanes) for each in rows.chunk(count)])
+
+
+def _multiply(activation: Activation | ClampedSwiGLU, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`[N, inner]` twice -> `[N, inner]`"""
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return (up + 1) * (gate * torch.sigmoid(activation.alpha * gate))
+    activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+    return activated * up

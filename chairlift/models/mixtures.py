@@ -1,0 +1,149 @@
+"""Reads the mixtures of experts of a Hugging Face config. Families say which of these they have (`mixture_families`).
+
+Each function returns a layer's blocks after its mixer for every layer, and no blocks where the layer has a dense MLP.
+"""
+
+from typing import Any
+
+from chairlift.errors import CheckpointError, shown
+from chairlift.models.blocks import Block, ExpertsBlock, Router, Scoring, SharedMLPBlock
+from chairlift.models.claims import MAX_EXPERTS
+from chairlift.models.config import Layer
+from chairlift.models.fields import has_fused_mlps, read_activation
+
+_LFM2_EPS = 1e-6  # these two are written in the models' code
+_GLM_EPS = 1e-20
+
+
+def read_mixtral(config: Any) -> list[Layer]:
+    """Every layer has experts. CheckpointError, here as below, for sizes that make no mixture."""
+    router = _router(config, is_normalised=True)
+    return [(_experts(config, router, config.intermediate_size),)] * config.num_hidden_layers
+
+
+def read_olmoe(config: Any) -> list[Layer]:
+    """As Mixtral, and weights may be left as they are."""
+    if config.clip_qkv is not None:
+        raise CheckpointError("clip_qkv is not supported")
+    router = _router(config, is_normalised=config.norm_topk_prob)
+    return [(_experts(config, router, config.intermediate_size),)] * config.num_hidden_layers
+
+
+def read_qwen3_moe(config: Any) -> list[Layer]:
+    """Layers have experts at every `decoder_sparse_step`, but for those that are named."""
+    router = _router(config, is_normalised=config.norm_topk_prob)
+    return _sparse_layers(config, (_experts(config, router, config.moe_intermediate_size),))
+
+
+def read_qwen2_moe(config: Any) -> list[Layer]:
+    """As Qwen3-MoE, and beside the experts a shared one with a gate."""
+    router = _router(config, is_normalised=config.norm_topk_prob)
+    blocks = _experts(config, router, config.moe_intermediate_size), _shared(config, has_output_gate=True)
+    return _sparse_layers(config, blocks)
+
+
+def read_qwen3_5_moe(config: Any) -> list[Layer]:
+    """As Qwen2-MoE, in every layer, and weights are always normalised."""
+    router = _router(config, is_normalised=True)
+    blocks = _experts(config, router, config.moe_intermediate_size), _shared(config, has_output_gate=True)
+    return [blocks] * config.num_hidden_layers
+
+
+def read_granite_moe(config: Any) -> list[Layer]:
+    """Every layer has experts."""
+    return read_mixtral(config)
+
+
+def read_granite_moe_hybrid(config: Any) -> list[Layer]:
+    """As Granite MoE, and beside the experts a shared one; without experts, layers have dense MLPs."""
+    if not config.num_local_experts:
+        return [()] * config.num_hidden_layers
+    experts = _experts(config, _router(config, is_normalised=True), config.intermediate_size)
+    shared = SharedMLPBlock(
+        intermediate_size=config.shared_intermediate_size,
+        activation=read_activation(config),
+        is_fused=has_fused_mlps(config),
+    )
+    return [(experts, shared)] * config.num_hidden_layers
+
+
+def read_lfm2_moe(config: Any) -> list[Layer]:
+    """The first layers are dense; scores are of each expert by itself."""
+    router = _router(
+        config,
+        is_normalised=config.norm_topk_prob,
+        scoring=Scoring.SIGMOID,
+        eps=_LFM2_EPS,
+        scale=_scale(config),
+        has_choice_bias=config.use_expert_bias,
+    )
+    experts = ExpertsBlock(router=router, intermediate_size=_size(config, "moe_intermediate_size"))
+    return _after_dense(config, config.num_dense_layers, (experts,))
+
+
+def read_glm4_moe(config: Any) -> list[Layer]:
+    """The first layers are dense; experts are chosen of some groups, and a shared one stands beside them."""
+    router = _router(
+        config,
+        is_normalised=config.norm_topk_prob,
+        scoring=Scoring.SIGMOID,
+        eps=_GLM_EPS,
+        scale=_scale(config),
+        has_choice_bias=True,
+        num_groups=config.n_group,
+        num_chosen_groups=config.topk_group,
+    )
+    blocks: tuple[Block, ...] = (_experts(config, router, config.moe_intermediate_size),)
+    if config.n_shared_experts:
+        size = config.n_shared_experts * config.moe_intermediate_size
+        blocks += (SharedMLPBlock(intermediate_size=size, activation=read_activation(config)),)
+    return _after_dense(config, config.first_k_dense_replace, blocks)
+
+
+def _router(config: Any, *, is_normalised: bool, **fields: Any) -> Router:
+    num_experts: int = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
+    num_chosen = config.num_experts_per_tok
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise CheckpointError(f"it has {shown(num_experts)} experts, which must be 1 to {MAX_EXPERTS}")
+    try:
+        return Router(num_experts=num_experts, num_chosen=num_chosen, is_normalised=is_normalised, **fields)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _experts(config: Any, router: Router, intermediate_size: int) -> ExpertsBlock:
+    if intermediate_size < 1:
+        raise CheckpointError(f"its experts must have at least 1 inner feature, not {intermediate_size}")
+    return ExpertsBlock(router=router, intermediate_size=intermediate_size, activation=read_activation(config))
+
+
+def _shared(config: Any, *, has_output_gate: bool) -> SharedMLPBlock:
+    return SharedMLPBlock(
+        intermediate_size=_size(config, "shared_expert_intermediate_size"),
+        activation=read_activation(config),
+        has_output_gate=has_output_gate,
+    )
+
+
+def _sparse_layers(config: Any, blocks: Layer) -> list[Layer]:
+    step, dense = _size(config, "decoder_sparse_step"), set(config.mlp_only_layers or ())
+    layers = range(config.num_hidden_layers)
+    return [blocks if layer not in dense and (layer + 1) % step == 0 else () for layer in layers]
+
+
+def _after_dense(config: Any, num_dense: int, blocks: Layer) -> list[Layer]:
+    return [blocks if layer >= num_dense else () for layer in range(config.num_hidden_layers)]
+
+
+def _size(config: Any, name: str) -> int:
+    size: int = getattr(config, name)
+    if size < 1:
+        raise CheckpointError(f"{name} must be at least 1, not {size}")
+    return size
+
+
+def _scale(config: Any) -> float:
+    scale = config.routed_scaling_factor
+    if type(scale) not in (int, float) or not 0 < scale < float("inf"):
+        raise CheckpointError(f"routed_scaling_factor must be a positive number, not {shown(scale)}")
+    return float(scale)

@@ -1,0 +1,230 @@
+"""Families with mixtures of experts give the logits of transformers' own classes, in every mix of batch and chunk."""
+
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chairlift import LLM
+from chairlift.config import DType
+from chairlift.models import InvariantForward, PiecewiseForward, load_model, open_checkpoint
+from chairlift.models.attention import Forward
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.config import ModelConfig
+from chairlift.models.cpu import CpuDecoder
+from chairlift.models.parallel import find_split_obstacle
+from tests.models.support import edit, read_config, refusal, write_config
+from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
+from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
+from tests.support.kernels import needs_kernels
+
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 32}
+SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 56}
+LOCAL: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32}
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "hidden_size": 128,
+}
+GLM: dict[str, Any] = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "head_dim": 64,
+}
+
+# A name begins with the model type.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {**LOCAL, "sliding_window": 62},
+    "olmoe": {**EXPERTS, "hidden_size": 128},
+    "olmoe, normalised": {**EXPERTS, "hidden_size": 128, "norm_topk_prob": True, "tie_word_embeddings": True},
+    "qwen2_moe": {**SHARED, "hidden_size": 128},
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe, some layers dense": {
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {
+        **SHARED,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 80,
+    },
+    "granitemoe": {**GRANITE, "logits_scaling": 4.0},
+    "granitemoehybrid": {
+        **GRANITE,
+        "shared_intermediate_size": 80,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 8,
+        "mamba_chunk_size": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "lfm2_moe": {
+        **EXPERTS,
+        "hidden_size": 128,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "routed_scaling_factor": 0.8,
+    },
+    "lfm2_moe, no bias": {
+        **EXPERTS,
+        "hidden_size": 128,
+        "num_dense_layers": 0,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe, one group": {**GLM, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False},
+}
+
+
+@cache
+def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
+    """A random checkpoint of that family, and transformers' model of it."""
+    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
+    return directory / family, make_checkpoint(directory / family, seed=3, **fields)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+def bench(path: Path, *, is_invariant: bool = False) -> Bench:
+    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
+    forward: Forward = PiecewiseForward(model, TorchBackend(model.config.attention))
+    return Bench(model.config, model.dtype, InvariantForward(model) if is_invariant else forward)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path, family: str) -> None:
+    path, reference = checkpoint(directory, family)
+    (tokens,) = random_prompts(4, [150])
+    steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 140, 148, 149])
+    assert_near(logits_of(bench(path), steps), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str) -> None:
+    path, reference = checkpoint(directory, family)
+    first, second, third, shared = random_prompts(6, [3, 40, 17, 50])
+    prompts = [first, shared + second, shared + third]
+    engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "max_steps_per_launch": 3}
+    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **engine) as llm:
+        assert_greedy_answers(reference, llm, prompts, 64)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(directory: Path, family: str) -> None:
+    path, _ = checkpoint(directory, family)
+    (tokens,) = random_prompts(4, [40])
+    alone = bench(path, is_invariant=True).run([Row(1, tokens)])[0]
+    steps = steps_around(random.Random(6), 4, tokens, [1, 3, 17, 39])
+    assert torch.equal(logits_of(bench(path, is_invariant=True), steps), alone)
+
+
+@cache
+def native(directory: Path, family: str, dtype: DType) -> tuple[ModelConfig, CpuDecoder, Any]:
+    """The checkpoint of that family in native code, and transformers' model of it."""
+    path, reference = checkpoint(directory, family)
+    model = load_model(open_checkpoint(str(path)), dtype, "cpu", SLOT_LEN)
+    return model.config, CpuDecoder(model, SLOT_LEN), reference
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_logits_are_those_of_transformers_with_the_same_bits_in_every_mix(directory: Path, family: str) -> None:
+    config, forward, reference = native(directory, family, DType.FLOAT32)
+    (tokens,) = random_prompts(4, [150])
+    alone = Bench(config, torch.float32, forward).run([Row(1, tokens)])[0]
+    assert_near(alone, reference_logits(reference, tokens))
+    for seed, cuts in enumerate(([1, 2, 17, 60, 61, 62, 140, 148, 149], list(range(1, 150)), [64, 128])):
+        steps = steps_around(random.Random(seed), 4, tokens, cuts)
+        assert torch.equal(logits_of(Bench(config, torch.float32, forward), steps), alone)
+
+
+@needs_kernels
+def test_native_answers_are_those_of_transformers_with_guesses(directory: Path) -> None:
+    path, reference = checkpoint(directory, "qwen3_moe")
+    prompts = random_prompts(6, [3, 40, 17])
+    engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "speculation": True}
+    with LLM(str(path), attention_backend="cpu", max_seq_len=SLOT_LEN, **engine) as llm:
+        assert_greedy_answers(reference, llm, prompts, 64)
+        assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
+
+
+def test_stacked_experts_are_read_as_single_ones_are(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, seed=3, model_type="qwen3_5_moe_text", **FAMILIES["qwen3_5_moe_text"])
+    stacked: dict[str, torch.Tensor | None] = {}
+    for name in load_file(tmp_path / "model.safetensors"):
+        if match := re.fullmatch(r"(.*\.mlp\.experts)\.\d+\..*", name):
+            stacked[name] = None
+            for part in ("gate_up_proj", "down_proj"):
+                stacked[f"{match[1]}.{part}"] = reference.get_parameter(f"{match[1]}.{part}").detach().clone()
+    edit(tmp_path, stacked)
+    (tokens,) = random_prompts(4, [40])
+    assert_near(bench(tmp_path).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
+
+
+def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="glm4_moe", **FAMILIES["glm4_moe"])
+    edit(tmp_path, {"model.layers.3.eh_proj.weight": torch.ones(4, 4)})
+    write_config(tmp_path, read_config(tmp_path), num_nextn_predict_layers=1)
+    assert len(bench(tmp_path).run([Row(2, [1, 2])])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("qwen3_moe", {"num_local_experts": 9}, "lacks model.layers.0.mlp.experts.8.down_proj.weight"),
+        ("qwen3_moe", {"num_local_experts": 7}, "no place for: model.layers.0.mlp.experts.7.down_proj.weight"),
+        ("qwen3_moe", {"num_local_experts": 4096}, "its layers have 12288 experts, and the weights have 107 matrices"),
+        ("qwen3_moe", {"num_local_experts": 0}, "it has 0 experts, which must be 1 to 4096"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts cannot be chosen"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "its experts must have at least 1 inner feature, not 0"),
+        ("qwen3_moe", {"moe_intermediate_size": 41}, r"gate_proj.weight has shape [40, 64]; the model needs [41, 64]"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, not 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ("granitemoe", {"num_local_experts": 5}, "no place for: model.layers.0.block_sparse_moe.5.down_proj.weight"),
+        ("lfm2_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive number, not 0.0"),
+        ("glm4_moe", {"n_group": 5}, "12 experts do not make 5 groups of one size"),
+        ("glm4_moe", {"topk_group": 5}, "3 experts cannot be chosen of 5 groups of 3"),
+        ("glm4_moe", {"n_group": 12}, "3 experts cannot be chosen of 2 groups of 1"),
+    ],
+)
+def test_configs_that_make_no_mixture_are_refused(
+    tmp_path: Path, family: str, fields: dict[str, Any], reason: str
+) -> None:
+    make_checkpoint(tmp_path, model_type=family, **FAMILIES[family])
+    write_config(tmp_path, read_config(tmp_path), **fields)
+    message = refusal(tmp_path)
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_a_stack_that_is_none_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="granitemoe", **FAMILIES["granitemoe"])
+    name = "model.layers.1.block_sparse_moe.input_linear.weight"
+    edit(tmp_path, {name: torch.ones(6, 191, 128)})
+    assert f"tensor {name} has shape [6, 191, 128], which are no stacked matrices" in refusal(tmp_path)
+
+
+def test_experts_are_not_divided_among_devices(directory: Path) -> None:
+    opened = open_checkpoint(str(checkpoint(directory, "qwen3_moe")[0]))
+    assert find_split_obstacle(opened, 2) == "its experts are not divided among devices"

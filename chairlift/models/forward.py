@@ -9,7 +9,16 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models import ragged_recurrence
-from chairlift.models.attention import AnyLength, Backend, BatchMetadata, Forward, token_slots, torch_sdpa
+from chairlift.models.attention import (
+    AnyLength,
+    Backend,
+    BatchMetadata,
+    Forward,
+    PaddedBatch,
+    PaddingBackend,
+    token_slots,
+    torch_sdpa,
+)
 from chairlift.models.blocks import Pass, Residual
 from chairlift.models.decoder import Decoder
 from chairlift.models.recurrence import Recur, prepare, prepare_part, prepare_without_states
@@ -111,7 +120,7 @@ class Stage:
 
 
 class PiecewiseForward(TorchForward):
-    """A family's decoder in torch: a `LayeredForward`."""
+    """A family's decoder in torch: a `LayeredForward`, and a `PaddedForward`."""
 
     def __init__(self, model: Decoder, attention: Backend, drive: Drive | None = None) -> None:
         super().__init__(model, attention, drive)
@@ -120,6 +129,22 @@ class PiecewiseForward(TorchForward):
     @property
     def num_layers(self) -> int:
         return self._decoder.config.num_layers
+
+    @property
+    def can_pad(self) -> bool:
+        """See `PaddedForward`."""
+        return self._decoder.config.is_plain and isinstance(self._attention, PaddingBackend)
+
+    def new_hidden(self, num_tokens: int) -> torch.Tensor:
+        """See `PaddedForward`."""
+        model = self._decoder
+        return torch.zeros(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+
+    def padded_hidden(self, batch: PaddedBatch, input_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """See `PaddedForward`."""
+        assert isinstance(self._attention, PaddingBackend), "`can_pad` says so"
+        hidden: torch.Tensor = self._decoder(input_ids, batch.positions, self._attention.prepare_padded(batch, blocks))
+        return hidden
 
     def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:
         """See `LayeredForward`."""

@@ -1,13 +1,13 @@
 """Batches of sequences in cache slots, with what plain attention over padded copies makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, PaddedBatch
 from chairlift.models.attention.torch_sdpa import TorchBackend
 
 NUM_LAYERS = 3
@@ -105,6 +105,38 @@ def batch_of(rows: Sequence[Row], device: torch.device = CPU) -> BatchMetadata:
         num_new_tokens=tuple(num_new),
         num_cached_tokens=tuple(row.num_cached for row in rows),
         num_decode_rows=next((i for i, count in enumerate(num_new) if count > 1), len(rows)),
+    )
+
+
+def padded_batch_of(
+    rows: Sequence[Row],
+    num_tokens: int,
+    max_decode_rows: int,
+    max_prompts: int,
+    scratch: int,
+    device: torch.device = CPU,
+) -> PaddedBatch:
+    """The rows in a step that is padded to so many tokens, with room for as many prompts beside the padding."""
+    num_decode = batch_of(rows).num_decode_rows
+    num_padding = num_tokens - sum(row.num_new for row in rows)
+    prompts = [*rows[num_decode:], Row(scratch, 0, num_padding)]
+    prompts += [Row(scratch, 0, 0)] * (max_prompts + 1 - len(prompts))
+    all_rows = [*rows[:num_decode], *prompts]
+    decoding = [*rows[:num_decode], *[Row(scratch, 0, 1)] * (max_decode_rows - num_decode)]
+
+    def ints(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    return PaddedBatch(
+        token_slots=ints(row.slot for row in all_rows for _ in range(row.num_new)).long(),
+        positions=torch.cat([row.num_cached + torch.arange(row.num_new) for row in all_rows]).to(device),
+        decodes=torch.arange(max_decode_rows, device=device) < num_decode,
+        decode_slots=ints(row.slot for row in decoding),
+        decode_lengths=ints(row.num_cached + 1 for row in decoding),
+        prompt_offsets=ints(accumulate((row.num_new for row in prompts), initial=num_decode)),
+        prompt_slots=ints(row.slot for row in prompts),
+        prompt_lengths=ints(row.num_cached + row.num_new for row in prompts),
+        max_new_tokens=num_tokens,
     )
 
 

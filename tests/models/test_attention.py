@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import Backend, BatchMetadata, flash, token_slots, view_length
+from chairlift.models.attention import Backend, BatchMetadata, PaddingBackend, flash, token_slots, view_length
 from chairlift.models.attention.flash import is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from chairlift.models.attention.triton import TritonBackend
@@ -271,6 +271,33 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
     batch = replace(loaded.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend_layer = loaded.backend.prepare(batch, replace(collection, max_cache_length=256))
     assert_near_reference(attend_layer(LAYER, *tokens.new_parts(DECODE)), tokens, DECODE, loaded.layers)
+
+
+CAN_PAD = [case for case in RECORDABLE if "torch_copied" not in str(case.id)]
+WITH_SHORT_PROMPT = [*support.DECODE, *support.PREFILL, Row(6, 14, 1)]
+
+
+@pytest.mark.parametrize("loaded", CAN_PAD, indirect=True)
+@pytest.mark.parametrize(("num_decode", "num_prompts"), [(4, 4), (16, 9)], ids=["tight", "roomy"])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, WITH_SHORT_PROMPT], ids=["decode", "prefill", "mixed"])
+def test_a_padded_step_gives_its_rows_what_they_get_alone(
+    loaded: Loaded, rows: list[Row], window: int | None, num_decode: int, num_prompts: int
+) -> None:
+    """More tokens than those of the decode rows have a row among these, and more rows than there are prompts."""
+    loaded = replace(loaded, layers=support.layers(0.125, (None, None, window)))
+    tokens, scratch = loaded.tokens(rows), 1
+    backend, manager = loaded.backend, loaded.cache(rows, tokens)
+    blocks, num_real = manager.blocks[0], sum(row.num_new for row in rows)
+    assert isinstance(backend, PaddingBackend)
+    batch = support.padded_batch_of(rows, 24, num_decode, num_prompts, scratch, loaded.device)
+    parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
+    before = blocks.clone()
+    output = backend.prepare_padded(batch, blocks)(LAYER, *parts)
+    assert output.isfinite().all()
+    assert_near_reference(output[:num_real], tokens, rows, loaded.layers)
+    written = (blocks != before).flatten(2).any(dim=2).any(dim=1).nonzero().flatten().tolist()
+    assert written == sorted({*(row.slot for row in rows), *([scratch] if num_real < 24 else [])})
 
 
 @in_every_phase

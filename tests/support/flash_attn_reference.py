@@ -2,8 +2,9 @@
 
 Written from the packages' documented semantics and the checks that their C++ makes (2.8 and 3.0 beta). Only the
 arguments that Chairlift passes exist here, so passing another one fails, as does anything that the kernels refuse or,
-worse, take in silence: a dtype, a stride, an index type, a row past its view, two rows of one slot. What is passed as
-`how` are the last arguments of `attention`: it refuses others.
+worse, take in silence: a dtype, a stride, an index type, a row past its view, two rows that append to one slot. What is
+passed as `how` are the last arguments of `attention`: it refuses others. Results of queries that belong to no row are
+NaN, as the kernels leave them unwritten.
 """
 
 import sys
@@ -21,21 +22,34 @@ _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
 
+DTYPES = {torch.bfloat16, torch.float16}  # that the kernels take
+
 Functions = Mapping[str, Callable[..., Any]]
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor, v: Tensor, num_splits: int, **how: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    num_splits: int,
+    **how: Any,
 ) -> Tensor:
     """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D]; `how` also has what follows.
 
     Row i appends its keys and values, in place, to slot `cache_batch_idx[i]` from `cache_seqlens[i]` on, and attends
-    to all that the slot then holds; causal: query j of n sees all but the last n - 1 - j keys.
+    to all that the slot then holds; causal: query j of n sees all but the last n - 1 - j keys. Without `k` and `v`
+    nothing is appended.
     """
-    assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
     assert 0 <= num_splits <= 128  # 0: as it sees fit
     offsets = q.shape[1] * torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+    queries = q.flatten(0, 1)
+    if k is None or v is None:
+        return _attend_to_slots(queries, k_cache, v_cache, offsets, **how).view_as(q)
+    assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)
     return _append_and_attend(queries, keys, values, k_cache, v_cache, (offsets, offsets), **how).view_as(q)
 
 
@@ -44,10 +58,10 @@ def flash_attn_3_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k_new: Tensor,
+    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int,
     scheduler_metadata: Tensor | None,
     num_splits: int,
@@ -59,13 +73,13 @@ def flash_attn_3_with_kvcache(
     `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`. `scheduler_metadata` must be that of a call of these shapes,
     lengths and options; None: the kernel plans for itself.
     """
-    capacity = k_cache.shape[1]
-    _check_indices(len(how["cache_seqlens"]) + 1, cu_seqlens_q, cu_seqlens_k_new)
+    capacity, num_rows = k_cache.shape[1], len(how["cache_seqlens"])
+    _check_indices(num_rows + 1, cu_seqlens_q)
     _check_offsets(cu_seqlens_q, len(q), max_seqlen_q)
-    _check_offsets(cu_seqlens_k_new, len(k), capacity)
     assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
     assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
     if scheduler_metadata is not None:
+        assert cu_seqlens_k_new is not None, "only steps that append are planned beforehand"
         planned = get_scheduler_metadata(
             len(cu_seqlens_q) - 1,
             max_seqlen_q,
@@ -84,6 +98,10 @@ def flash_attn_3_with_kvcache(
             num_splits=num_splits,
         )
         assert torch.equal(scheduler_metadata, planned), "a plan of another call"
+    if k is None or v is None or cu_seqlens_k_new is None:
+        return _attend_to_slots(q, k_cache, v_cache, cu_seqlens_q, **how)
+    _check_indices(num_rows + 1, cu_seqlens_k_new)
+    _check_offsets(cu_seqlens_k_new, len(k), capacity)
     return _append_and_attend(q, k, v, k_cache, v_cache, (cu_seqlens_q, cu_seqlens_k_new), **how)
 
 
@@ -108,7 +126,7 @@ def get_scheduler_metadata(
     """Version 3: the plan of a ragged call, int32. Here it is what it was made from, so that the call can compare."""
     _check_indices(batch_size, cache_seqlens)
     _check_indices(batch_size + 1, cu_seqlens_q, cu_seqlens_k_new)
-    assert qkv_dtype in (torch.bfloat16, torch.float16), f"the kernels do not take {qkv_dtype}"
+    assert qkv_dtype in DTYPES, f"the kernels do not take {qkv_dtype}"
     assert num_heads_q % num_heads_kv == 0, "query heads must share key heads evenly"
     numbers = [max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, max_seqlen_k_new, *window_size]
     fixed = torch.tensor([*numbers, causal, has_softcap, num_splits], dtype=torch.int32, device=cache_seqlens.device)
@@ -128,21 +146,43 @@ def _append_and_attend(
     **how: Any,
 ) -> Tensor:
     num_slots, capacity, num_kv_heads, head_dim = k_cache.shape
-    _check_tensors(q, k_cache, v_cache, k, v)
-    _check_heads(q, k_cache, v_cache)
+    _check_tensors(k, v)
     assert k.shape == v.shape == (len(k), num_kv_heads, head_dim)
-    _check_indices(len(offsets[0]) - 1, cache_seqlens, cache_batch_idx)
-    assert all(0 <= slot < num_slots for slot in cache_batch_idx), "the kernel would read another tensor's memory"
+    _check_indices(len(offsets[1]) - 1, cache_seqlens, cache_batch_idx)
+    assert all(0 <= slot < num_slots for slot in cache_batch_idx), "the kernel would write another tensor's memory"
     assert len(set(cache_batch_idx.tolist())) == len(cache_batch_idx), "rows of one slot race in the kernel"
-    output = torch.empty_like(q)
+    lengths = cache_seqlens + offsets[1].diff()
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
-        (start, stop), (new_start, new_stop) = (each[row : row + 2].tolist() for each in offsets)
-        end = length + new_stop - new_start
+        start, stop = offsets[1][row : row + 2].tolist()
+        end = int(lengths[row])
         assert length >= 0, "lengths count from 0"
         assert end <= capacity, "the kernel would write past the view"
-        k_cache[slot, length:end] = k[new_start:new_stop]
-        v_cache[slot, length:end] = v[new_start:new_stop]
-        output[start:stop] = attention(q[start:stop], k_cache[slot, :end], v_cache[slot, :end], **how)
+        k_cache[slot, length:end] = k[start:stop]
+        v_cache[slot, length:end] = v[start:stop]
+    rows = {"cache_seqlens": lengths, "cache_batch_idx": cache_batch_idx}
+    return _attend_to_slots(q, k_cache, v_cache, offsets[0], **rows, **how)
+
+
+def _attend_to_slots(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    offsets: Tensor,  # of each row's queries
+    *,
+    cache_seqlens: Tensor,
+    cache_batch_idx: Tensor,
+    **how: Any,
+) -> Tensor:
+    num_slots, capacity, _, _ = k_cache.shape
+    _check_tensors(q, k_cache, v_cache)
+    _check_heads(q, k_cache, v_cache)
+    _check_indices(len(offsets) - 1, cache_seqlens, cache_batch_idx)
+    output = torch.full_like(q, torch.nan)
+    for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
+        start, stop = offsets[row : row + 2].tolist()
+        assert 0 <= slot < num_slots, "the kernel would read another tensor's memory"
+        assert stop - start <= length <= capacity, "the kernel would read past the view"
+        output[start:stop] = attention(q[start:stop], k_cache[slot, :length], v_cache[slot, :length], **how)
     return output
 
 
@@ -174,7 +214,7 @@ def flash_attn_varlen_func(
     assert block_table.shape[0] == num_rows
     assert block_table.stride(-1) == 1, "the last dimension must be dense"
     assert cu_seqlens_k[0] == 0, "offsets begin at 0"
-    output = torch.empty_like(q)
+    output = torch.full_like(q, torch.nan)
     for row, pages in enumerate(block_table.tolist()):
         assert all(0 <= page < num_pages for page in pages), "the kernel would read another tensor's memory"
         start, stop = cu_seqlens_q[row : row + 2].tolist()
@@ -209,17 +249,15 @@ def varlen_attn(
     _check_tensors(query, key, value)
     _check_indices(num_rows + 1, cu_seq_q, cu_seq_k)
     _check_indices(num_rows, seqused_k)
-    out = torch.empty_like(query)
+    out = torch.full_like(query, torch.nan)
     assert enable_gqa or query.shape[1] == key.shape[1]
     is_whole = window_size == (-1, -1)
     assert is_whole or window_size[1] == 0
     assert is_whole == (max_q == 1 and window_size[0] == -1), "neither groups of heads as rows nor split keys"
-    assert cu_seq_q[0] == 0
-    assert cu_seq_q[-1] == len(query)
+    _check_offsets(cu_seq_q, len(query), max_q)
     for row, (offset, length) in enumerate(zip(cu_seq_k[:-1].tolist(), seqused_k.tolist(), strict=True)):
         start, stop = cu_seq_q[row : row + 2].tolist()
-        assert stop - start <= max_q
-        assert length <= max_k
+        assert stop - start <= length <= max_k
         assert 0 <= offset <= offset + length <= len(key), "the kernel would read another tensor's memory"
         keys, values = key[offset : offset + length], value[offset : offset + length]
         out[start:stop] = attention(
@@ -278,7 +316,7 @@ def module(name: str, functions: Mapping[str, Any] | None) -> Iterator[None]:
 
 def _check_tensors(q: Tensor, *others: Tensor) -> None:
     for tensor in (q, *others):
-        assert tensor.dtype in (torch.bfloat16, torch.float16), f"the kernels do not take {tensor.dtype}"
+        assert tensor.dtype in DTYPES, f"the kernels do not take {tensor.dtype}"
         assert tensor.dtype == q.dtype, "all tensors must have one dtype"
         assert tensor.device == q.device, "all tensors must be on one device"
         assert tensor.stride(-1) == 1, "the last dimension must be dense"
@@ -300,8 +338,8 @@ def _check_indices(length: int, *indices: Tensor) -> None:
 
 
 def _check_offsets(offsets: Tensor, num_tokens: int, longest: int) -> None:
-    assert offsets[0] == 0, "offsets begin at 0"
+    assert offsets[0] >= 0, "offsets count from 0"
     assert offsets[-1] == num_tokens, "offsets end with the last token"
     lengths = offsets.diff()
-    assert lengths.min() >= 1, "every row has a token"
+    assert lengths.min() >= 0, "offsets do not go back"
     assert lengths.max() <= longest

@@ -9,9 +9,19 @@ from chairlift.models.attention.backend import (
     Backend,
     BatchMetadata,
     Forward,
+    PaddedBatch,
+    PaddedForward,
+    PaddingBackend,
     find_head_obstacle,
 )
-from chairlift.models.attention.batches import append_tokens, key_lengths, prepare_apart, token_slots, view_length
+from chairlift.models.attention.batches import (
+    append_tokens,
+    attend_padded,
+    key_lengths,
+    prepare_apart,
+    token_slots,
+    view_length,
+)
 
 __all__ = [
     "AnyLength",
@@ -20,7 +30,11 @@ __all__ = [
     "Backend",
     "BatchMetadata",
     "Forward",
+    "PaddedBatch",
+    "PaddedForward",
+    "PaddingBackend",
     "append_tokens",
+    "attend_padded",
     "find_head_obstacle",
     "key_lengths",
     "prepare_apart",

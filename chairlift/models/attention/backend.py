@@ -49,6 +49,30 @@ class BatchMetadata:
         return self.num_decode_rows == len(self.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """Says where the tokens of a step lie that is padded to a fixed size, so that a CUDA graph can be any such step.
+
+        tokens          | d0 | d1 | p2 p2 p2 | p3 p3 | pad pad |        T, fixed
+        prompt_offsets            2          5       7         9
+
+    All that differs between steps is in tensors on the device, the border between decode rows and prompts, too. Each of
+    the first D tokens is a row that decodes, or else stands for an empty one in the scratch slot. From the border on
+    there are P rows of tokens that lie end to end, and of any number, also none. The last that has some is the padding,
+    which fills the scratch slot from its beginning.
+    """
+
+    token_slots: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]: of each token in its sequence
+    decodes: torch.Tensor  # bool [D]
+    decode_slots: torch.Tensor  # int32 [D]; the scratch slot for a token that does not decode
+    decode_lengths: torch.Tensor  # int32 [D]: tokens in the slot with this step's; 1 for one that does not decode
+    prompt_offsets: torch.Tensor  # int32 [P + 1]: from the border on; all tokens from there belong to a row
+    prompt_slots: torch.Tensor  # int32 [P]
+    prompt_lengths: torch.Tensor  # int32 [P]: tokens in the slot with this step's
+    max_new_tokens: int  # of a row
+
+
 class Backend(Protocol):
     """Implements attention, bound to what each layer of a model computes: an `AttentionConfig` by layer.
 
@@ -75,6 +99,19 @@ class AnyLength(Protocol):
         ...
 
 
+@runtime_checkable
+class PaddingBackend(Backend, Protocol):
+    """Implements attention that can also be recorded for steps with prompts in them."""
+
+    def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
+        """Computes what all layers share of a padded step over the cache's blocks `[n_slots, 2, layers, S, Hkv, D]`.
+
+        Neither this nor `attend` may wait for the device, copy to it from the host or read memory that was never
+        written.
+        """
+        ...
+
+
 class Forward(Protocol):
     """Runs a model."""
 
@@ -86,6 +123,24 @@ class Forward(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> `[N, vocab]`, float32 or the model's type."""
+        ...
+
+
+@runtime_checkable
+class PaddedForward(Forward, Protocol):
+    """Runs a model also in padded steps, if its attention can."""
+
+    @property
+    def can_pad(self) -> bool:
+        """Returns true if `padded_hidden` works."""
+        ...
+
+    def new_hidden(self, num_tokens: int) -> torch.Tensor:
+        """Makes room for what `hidden` returns of that many tokens: zeros `[num_tokens, hidden]`."""
+        ...
+
+    def padded_hidden(self, batch: PaddedBatch, input_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`, as `hidden`, over the cache's blocks."""
         ...
 
 

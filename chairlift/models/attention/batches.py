@@ -6,9 +6,12 @@ from dataclasses import replace
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, BatchMetadata
+from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch
 
 _SHORTEST_VIEW = 256  # tokens
+
+Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
 
 
 def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:
@@ -86,3 +89,25 @@ def _rows_of(
         lookup_table=cache.lookup_table[rows],
         max_seq_length=cache.max_seq_length if start else 1,
     )
+
+
+def attend_padded(batch: PaddedBatch, blocks: torch.Tensor, decode: Read, prefill: Read) -> Attend:
+    """The attention of a padded step, made of two calls that only read the slots.
+
+    `decode` gets the first D tokens, each of them a row. `prefill` gets all T, and may leave the results of those
+    before the border unwritten. A token keeps the result of its own kind.
+    """
+    slots, positions, is_decode = batch.token_slots, batch.positions, batch.decodes[:, None, None]
+    most = len(batch.decodes)
+
+    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
+        keys[slots, positions] = key
+        values[slots, positions] = value
+        output = prefill(layer_idx, query, keys, values)
+        if most:
+            decoded = decode(layer_idx, query[:most], keys, values)
+            output[:most] = torch.where(is_decode, decoded, output[:most])
+        return output
+
+    return attend

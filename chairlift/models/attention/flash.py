@@ -13,8 +13,22 @@ from typing import Any
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, AttentionConfig, Backend, BatchMetadata, find_head_obstacle
-from chairlift.models.attention.batches import append_tokens, key_lengths, prepare_apart, view_length
+from chairlift.models.attention.backend import (
+    Attend,
+    AttentionConfig,
+    Backend,
+    BatchMetadata,
+    PaddedBatch,
+    find_head_obstacle,
+)
+from chairlift.models.attention.batches import (
+    Read,
+    append_tokens,
+    attend_padded,
+    key_lengths,
+    prepare_apart,
+    view_length,
+)
 from chairlift.models.attention.flash_builds import HEAD_DIM_ALIGNMENT, Demands, find_flash_attn, is_version_3
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
@@ -107,6 +121,41 @@ class FlashAttnBackend:
 
         return attend
 
+    def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
+        """See `PaddingBackend`."""
+        key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
+        pages = batch.prompt_slots.unsqueeze(1)
+
+        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            output = self._decode(
+                query.unsqueeze(1),
+                keys,
+                values,
+                cache_seqlens=batch.decode_lengths,
+                cache_batch_idx=batch.decode_slots,
+                causal=True,
+                num_splits=_SPLITS_AS_IT_SEES_FIT,
+                **self._options[layer_idx],
+            )
+            return torch.as_tensor(output).squeeze(1)
+
+        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            output = self._prefill(
+                query,
+                keys,
+                values,
+                cu_seqlens_q=batch.prompt_offsets,
+                cu_seqlens_k=key_offsets,
+                max_seqlen_q=batch.max_new_tokens,
+                max_seqlen_k=blocks.shape[3],
+                causal=True,
+                **self._options[layer_idx],
+                block_table=pages,
+            )
+            return torch.as_tensor(output)
+
+        return attend_padded(batch, blocks, decode, prefill)
+
 
 class FlashAttn3Backend:
     """Version 3: a ragged call appends to the slots and attends to what they then hold.
@@ -182,6 +231,35 @@ class FlashAttn3Backend:
 
         return plan
 
+    def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
+        """See `PaddingBackend`."""
+        each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
+        decode = self._read_rows(batch.decode_slots, batch.decode_lengths, each_row, 1)
+        prefill = self._read_rows(batch.prompt_slots, batch.prompt_lengths, batch.prompt_offsets, batch.max_new_tokens)
+        return attend_padded(batch, blocks, decode, prefill)
+
+    def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
+        """Attends to what slots hold, for rows of up to `most` tokens."""
+        num_splits = _SPLITS_AS_IT_SEES_FIT if most == 1 else 1
+
+        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            output = self._kernel(
+                query,
+                keys,
+                values,
+                cache_seqlens=lengths,
+                cache_batch_idx=slots,
+                cu_seqlens_q=offsets,
+                max_seqlen_q=most,
+                scheduler_metadata=None,
+                causal=True,
+                num_splits=num_splits,
+                **self._options[layer_idx],
+            )
+            return torch.as_tensor(output)
+
+        return read
+
 
 class TorchVarlenBackend:
     """Torch's own kernels, which read ragged keys at offsets: row i's `seqused_k[i]` keys from token `cu_seq_k[i]` on.
@@ -195,37 +273,60 @@ class TorchVarlenBackend:
         self._layers = layers
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        from torch.nn.attention import varlen
-
         if 0 < batch.num_decode_rows < len(batch.slots):
             return prepare_apart(self.prepare, batch, cache)
         append = append_tokens(batch, cache)
-        lengths = key_lengths(batch, cache)
-        slot_stride = cache.blocks.stride(0) // cache.blocks.stride(3)  # in tokens
-        # With heads of 64 bytes or more, only a cache of a hundred gigabytes exceeds this.
-        assert slot_stride * cache.blocks.shape[0] <= _MAX_OFFSET, "the kernels count tokens in 32 bits"
-        offsets = torch.nn.functional.pad(cache.lookup_table * slot_stride, (0, 1))  # int32 [B + 1]; the last is unused
-        longest = view_length(cache)
+        rows = _slot_offsets(cache.blocks, cache.lookup_table), key_lengths(batch, cache), batch.row_offsets
+        read = self._read_rows(*rows, cache.max_seq_length, view_length(cache))
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
+            return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx))
+
+        return attend
+
+    def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
+        """See `PaddingBackend`."""
+        each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
+        decode_rows = _slot_offsets(blocks, batch.decode_slots), batch.decode_lengths, each_row
+        prompt_rows = _slot_offsets(blocks, batch.prompt_slots), batch.prompt_lengths, batch.prompt_offsets
+        decode = self._read_rows(*decode_rows, 1, blocks.shape[3])
+        return attend_padded(
+            batch, blocks, decode, self._read_rows(*prompt_rows, batch.max_new_tokens, blocks.shape[3])
+        )
+
+    def _read_rows(
+        self, key_offsets: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int, longest: int
+    ) -> Read:
+        """Attends to what slots hold, up to `longest` tokens, for rows of up to `most` tokens."""
+        from torch.nn.attention import varlen
+
+        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = varlen.varlen_attn(
                 query,
-                _as_tokens(cache.get_key_cache(layer_idx)),
-                _as_tokens(cache.get_value_cache(layer_idx)),
-                batch.row_offsets,
+                _as_tokens(keys),
+                _as_tokens(values),
                 offsets,
-                cache.max_seq_length,
+                key_offsets,
+                most,
                 longest,
                 scale=self._layers[layer_idx].scale,
-                window_size=_varlen_window(self._layers[layer_idx].window, cache.max_seq_length),
+                window_size=_varlen_window(self._layers[layer_idx].window, most),
                 enable_gqa=True,
                 seqused_k=lengths,
             )
             assert isinstance(output, torch.Tensor), "nothing else was asked for"
             return output
 
-        return attend
+        return read
+
+
+def _slot_offsets(blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The tokens of a layer before those of each slot, int32 `[B]`: int32 `[B + 1]`, of which the last is unused."""
+    slot_stride = blocks.stride(0) // blocks.stride(3)  # in tokens
+    # With heads of 64 bytes or more, only a cache of a hundred gigabytes exceeds this.
+    assert slot_stride * blocks.shape[0] <= _MAX_OFFSET, "the kernels count tokens in 32 bits"
+    return torch.nn.functional.pad(slots * slot_stride, (0, 1))
 
 
 def _varlen_window(window: int | None, most_queries: int) -> tuple[int, int]:

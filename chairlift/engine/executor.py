@@ -11,8 +11,9 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
-from chairlift.engine.execution.graphs import DecodeGraphs, GraphRecorder, LastTokens
+from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine
+from chairlift.engine.execution.recorder import GraphRecorder
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import ModelRunner
 from chairlift.engine.forks import prepare_for_forks

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.execution.graphs import COMMON_SIZES, CudaRecorder, GraphRecorder
+from chairlift.engine.execution.graphs import COMMON_SIZES
+from chairlift.engine.execution.recorder import CudaRecorder, GraphRecorder
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.execution.runner import ModelRunner
 from chairlift.engine.interpreter import start_interpreter

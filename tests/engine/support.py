@@ -7,7 +7,7 @@ from typing import Any
 from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.graphs import Replay
+from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.parts import Parts
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.text.grammar import GrammarCompiler

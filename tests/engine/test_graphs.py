@@ -14,7 +14,8 @@ import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
+from chairlift.engine.execution.graphs import DecodeGraphs, batch_sizes
+from chairlift.engine.execution.recorder import CudaRecorder, Replay
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling, sample_in_graph

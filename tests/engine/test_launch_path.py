@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 
 from chairlift import LLM
 from chairlift.config import DType
-from chairlift.engine.execution.graphs import Replay
+from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.models.attention import Backend

@@ -27,6 +27,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.cache.layout import Place
 from chairlift.cache.states import StateMemory
 from chairlift.device import send, to_device
+from chairlift.engine.execution.recorder import GraphRecorder, GraphTable, Replay
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table
 from chairlift.engine.sampling.kernels import SampleRows
 from chairlift.models.attention import AnyLength, BatchMetadata, Forward, view_length
@@ -34,15 +35,10 @@ from chairlift.plan import ON_DEVICE
 
 logger = logging.getLogger(__name__)
 
-
-Replay = Callable[[], None]
-"""Repeats the recorded work on the buffers' current contents."""
-
 _FIRST_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
 _COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention reads; likewise
-_NUM_WARM_UPS = 2
 
 
 class LastTokens:
@@ -58,38 +54,6 @@ class LastTokens:
     def fill_in(self, input_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """`input_ids`, int64 `[N]`, with `ON_DEVICE` replaced by the last tokens of these slots, int32 `[N]`."""
         return torch.where(input_ids < 0, self._by_slot[slots], input_ids)
-
-
-class GraphRecorder(Protocol):
-    """Records graphs."""
-
-    def record(self, work: Callable[[], None]) -> Replay:
-        """Records what `work` launches. May also run it, more than once."""
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share their memory, since only one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], None]) -> Replay:
-        """See `GraphRecorder`."""
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                for _ in range(_NUM_WARM_UPS):  # libraries first allocate and choose kernels, which cannot be recorded
-                    work()
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile, without any effect on this graph.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                work()
-        return graph.replay
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -138,31 +102,6 @@ class _Buffers:
         self.counts[:, start:].zero_()
 
 
-class _GraphTable:
-    """Graphs by batch size and reach. A graph with more rows or a longer reach also works, but takes longer."""
-
-    def __init__(self, record: Callable[[int, int], Replay]) -> None:
-        self._record = record
-        self._replays: dict[tuple[int, int], Replay] = {}
-        self.missing: list[tuple[int, int]] = []  # launches would have used these
-
-    @property
-    def recorded(self) -> set[tuple[int, int]]:
-        return set(self._replays)
-
-    def find(self, size: int, reach: int) -> Replay:
-        """The smallest graph that suffices. The largest of all must have been recorded."""
-        replay = self._replays.get((size, reach))
-        if replay is not None:
-            return replay
-        if (size, reach) not in self.missing:
-            self.missing.append((size, reach))
-        return self._replays[min(key for key in self._replays if key[0] >= size and key[1] >= reach)]
-
-    def record(self, size: int, reach: int) -> None:
-        self._replays[size, reach] = self._record(size, reach)
-
-
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """The launch that the buffers are filled for."""
@@ -201,8 +140,8 @@ class DecodeGraphs:
         self._sizes = batch_sizes(self._scratch)
         logits_dtype = forward.logits_dtype if isinstance(forward, _Typed) else torch.float32
         self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device, logits_dtype)
-        self.forwards = _GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # by tokens read
-        self.samplings = _GraphTable(lambda *key: self._record(lambda: self._sampling_step(*key)))  # by `DrawKind`
+        self.forwards = GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # by tokens read
+        self.samplings = GraphTable(lambda *key: self._record(lambda: self._sampling_step(*key)))  # by `DrawKind`
         self._loaded: _Loaded | None = None
 
     @torch.inference_mode()
@@ -227,11 +166,9 @@ class DecodeGraphs:
         table = next((each for each in (self.forwards, self.samplings) if each.missing), None)
         if table is None:
             return False
-        size, reach = table.missing.pop(0)
-        try:
-            table.record(size, reach)
-        except torch.OutOfMemoryError:
-            logger.warning("there is no memory left for a graph of %d rows, which larger ones stand in for", size)
+        refused = table.record_missing()
+        if refused is not None:
+            logger.warning("there is no memory left for a graph of %d rows, which larger ones stand in for", refused[0])
         return bool(self.forwards.missing or self.samplings.missing)
 
     def load(

@@ -1,0 +1,135 @@
+"""Records work on a device as graphs, and keeps them by what they suffice for.
+
+A CUDA graph repeats the kernels that were launched while it was recorded, on the same addresses.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+
+Replay = Callable[[], None]
+"""Repeats the recorded work on the buffers' current contents."""
+
+_NUM_WARM_UPS = 2
+_INVALIDATED = "previous error during capture"  # as CUDA words cudaErrorStreamCaptureInvalidated
+
+
+class GraphRecorder(Protocol):
+    """Records graphs."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Records what `work` launches. May also run it, more than once. torch.OutOfMemoryError if it does not fit."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share their memory, since only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """See `GraphRecorder`."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    for _ in range(_NUM_WARM_UPS):  # libraries first allocate and choose kernels, which no graph can
+                        work()
+            finally:
+                current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile, without any effect on this graph.
+            capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+            try:
+                with (
+                    torch.cuda.stream(current),
+                    as_out_of_memory(),
+                    capture,
+                ):  # a broken capture leaves its own stream on
+                    work()
+            except torch.OutOfMemoryError:
+                self._pool = torch.cuda.graph_pool_handle()  # torch takes the pool of a broken capture for busy
+                raise
+        return graph.replay
+
+
+@contextmanager
+def as_out_of_memory() -> Iterator[None]:
+    """Raises torch.OutOfMemoryError where a capture was broken off because its memory did not suffice.
+
+    When the allocator finds none, it frees what it has cached. That invalidates a capture, and whatever comes next in
+    it fails with an error that does not speak of memory.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        if not _is_broken_capture(error):
+            raise
+        first = error.__context__  # the one in the midst of the capture, if its end raised another
+        if first is not None and not isinstance(first, torch.OutOfMemoryError) and not _is_broken_capture(first):
+            raise
+        raise torch.OutOfMemoryError(f"a graph could not be recorded: {error}") from error
+
+
+def _is_broken_capture(error: BaseException) -> bool:
+    return isinstance(error, torch.AcceleratorError) and _INVALIDATED in str(error)
+
+
+class GraphKey(NamedTuple):
+    """Tells what a graph suffices for."""
+
+    size: int  # of the batch
+    reach: int  # in a second respect, which the table's owner chooses
+
+
+class GraphTable:
+    """Graphs by size and reach. One of a larger size or with a longer reach also works, but takes longer."""
+
+    def __init__(self, record: Callable[[int, int], Replay]) -> None:
+        self._record = record
+        self._replays: dict[GraphKey, Replay] = {}
+        self._refused: set[GraphKey] = set()  # there was no memory for these
+        self.missing: list[GraphKey] = []  # launches would have used these
+
+    @property
+    def recorded(self) -> set[GraphKey]:
+        return set(self._replays)
+
+    def find_key(self, size: int, reach: int) -> GraphKey | None:
+        """Finds the smallest graph that suffices; None if none does. One that would fit better is noted as missing."""
+        wanted = GraphKey(size, reach)
+        if wanted in self._replays:
+            return wanted
+        if wanted not in self.missing and wanted not in self._refused:
+            self.missing.append(wanted)
+        return min((key for key in self._replays if key.size >= size and key.reach >= reach), default=None)
+
+    def find(self, size: int, reach: int) -> Replay:
+        """Returns the smallest graph that suffices. The largest of all must have been recorded."""
+        key = self.find_key(size, reach)
+        assert key is not None, "the largest graph suffices for every launch"
+        return self._replays[key]
+
+    def replay_of(self, key: GraphKey) -> Replay:
+        """Returns a graph that has been recorded."""
+        return self._replays[key]
+
+    def record(self, size: int, reach: int) -> None:
+        """Records a graph. torch.OutOfMemoryError if it does not fit."""
+        self._replays[GraphKey(size, reach)] = self._record(size, reach)
+
+    def record_missing(self) -> GraphKey | None:
+        """Records one of the missing graphs. Returns its key if there is no memory for it; it is not tried again."""
+        key = self.missing.pop(0)
+        try:
+            self.record(*key)
+        except torch.OutOfMemoryError:
+            self._refused.add(key)
+            return key
+        return None

@@ -13,6 +13,7 @@ from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
 from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine
+from chairlift.engine.execution.mixed import MixedGraphs, padded_sizes
 from chairlift.engine.execution.recorder import GraphRecorder
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import ModelRunner
@@ -22,6 +23,7 @@ from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import Checkpoint, find_obstacle, open_checkpoint, ragged_recurrence
+from chairlift.models.attention import PaddedForward
 from chairlift.models.loader import count_parameters, grouped_size
 from chairlift.params import SamplingParams
 from chairlift.plan import COMPUTE, RowPlan, SamplingKey, StepPlan
@@ -53,16 +55,18 @@ class Executor:
         prepare_for_forks()
         self.forward = parts.load_forward(checkpoint, resolved)
         ranks.meet()  # from here on, all ranks compute together
-        self.config: ResolvedConfig = fit_cache(config, resolved, shape, self.forward, ranks.least)
-        device = torch.device(self.config.device)
-        self.pacing = parts.pacing or Pacing.of(device)
-        has_kernels = shape.state_layout is None or ragged_recurrence.is_available()
-        if not shape.can_record or not has_kernels:
-            self.pacing = replace(self.pacing, recorder=None)
+        device = torch.device(resolved.device)
+        self.pacing = self._choose_pacing(device)
+        sizes = [] if self._padded_forward is None else padded_sizes(resolved.max_num_batched_tokens, resolved.slot_len)
+        fitted = fit_cache(
+            config, resolved, shape, self.forward, ranks.least, num_recorded_tokens=max(sizes, default=0)
+        )
+        self.config: ResolvedConfig = fitted
         self.is_divided = config.tensor_parallel_size > 1
         self.cache: ContinuousBatchingKVCacheManager
         self.sampler: Sampler
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
         self.runner = self._make_runner(device)
 
     def logits(self, token_ids: Sequence[int], places: slice) -> torch.Tensor:
@@ -83,6 +87,31 @@ class Executor:
             self.cache.release(slot)
         return logits
 
+    def _choose_pacing(self, device: torch.device) -> Pacing:
+        """The pacing asked for, or the device's, without a recorder if the model's steps cannot be recorded."""
+        pacing = self._parts.pacing or Pacing.of(device)
+        if pacing.recorder is None:
+            return pacing
+        has_kernels = self._shape.state_layout is None or ragged_recurrence.is_available()
+        if not self._shape.can_record or not has_kernels:
+            logger.info("no step is recorded: the layers of this model launch or read what differs from step to step")
+            return replace(pacing, recorder=None)
+        if not self._can_pad:
+            logger.info(
+                "only decode steps are recorded: attention or other layers need numbers of a prompt on the host"
+            )
+        return pacing
+
+    @property
+    def _can_pad(self) -> bool:
+        return isinstance(self.forward, PaddedForward) and self.forward.can_pad
+
+    @property
+    def _padded_forward(self) -> PaddedForward | None:
+        """The forward, if steps with prompts in them are recorded."""
+        can_record = self.pacing.recorder is not None and self._can_pad
+        return self.forward if can_record and isinstance(self.forward, PaddedForward) else None
+
     def _make_runner(self, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape
         num_slots = self.config.num_slots + (recorder is not None)
@@ -90,19 +119,21 @@ class Executor:
         last_tokens = LastTokens(num_slots, device)
         self.sampler = self._parts.make_sampler(self.vocab_size, num_slots, device)
         if recorder is not None:
-            self.graphs = self._make_graphs(recorder, last_tokens)
+            self._make_graphs(recorder, last_tokens)
+        graphs = self.graphs, self.mixed
         return self._parts.make_runner(
-            self.forward, self.cache, self.sampler, last_tokens, self.graphs, is_divided=self.is_divided
+            self.forward, self.cache, self.sampler, last_tokens, *graphs, is_divided=self.is_divided
         )
 
-    def _make_graphs(self, recorder: GraphRecorder, last_tokens: LastTokens) -> DecodeGraphs:
-        scratch, max_steps = self.cache.max_cache_batch_size - 1, self.config.max_steps_per_launch
-        self.cache.claim_slot(scratch)  # padding rows need a slot
-        self.cache.hold(scratch, min(max_steps, self.config.slot_len))
+    def _make_graphs(self, recorder: GraphRecorder, last_tokens: LastTokens) -> None:
+        config, blocks, forward = self.config, self.cache.blocks[0], self._padded_forward
+        scratch, max_steps = self.cache.max_cache_batch_size - 1, config.max_steps_per_launch
+        self.cache.claim_slot(scratch)  # padding needs a slot
+        self.cache.hold(scratch, config.slot_len if forward is not None else min(max_steps, config.slot_len))
         try:
-            graphs = DecodeGraphs(
+            self.graphs = DecodeGraphs(
                 self.forward,
-                self.cache.blocks[0],
+                blocks,
                 last_tokens,
                 recorder,
                 self.vocab_size,
@@ -111,9 +142,11 @@ class Executor:
                 self.cache.places,
                 next(iter(self.cache.state_memories), None),
             )
-            graphs.record_common(self.pacing.common_sizes)
+            self.graphs.record_common(self.pacing.common_sizes)
+            if forward is not None:
+                self.mixed = MixedGraphs(forward, blocks, last_tokens, recorder, config.max_num_batched_tokens)
+                self.mixed.record_common(self.pacing.common_tokens, is_divided=self.is_divided)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "there is no memory left for CUDA graphs; lower kv_cache_memory_bytes, max_batch_size or max_seq_len"
             ) from error
-        return graphs

@@ -14,6 +14,7 @@ import torch
 
 from chairlift.config import ResolvedConfig
 from chairlift.engine.execution.graphs import COMMON_SIZES
+from chairlift.engine.execution.mixed import COMMON_TOKENS
 from chairlift.engine.execution.recorder import CudaRecorder, GraphRecorder
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.execution.runner import ModelRunner
@@ -28,8 +29,9 @@ class Pacing:
     """Says how far the host runs ahead of the device."""
 
     num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
-    recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
-    common_sizes: frozenset[int] = COMMON_SIZES  # of batches whose graphs are recorded at start
+    recorder: GraphRecorder | None = None  # of graphs of steps; None: they are launched operator by operator
+    common_sizes: frozenset[int] = COMMON_SIZES  # rows of decode steps whose graphs are recorded at start
+    common_tokens: frozenset[int] = COMMON_TOKENS  # tokens of steps with prompts in them; likewise
 
     @classmethod
     def of(cls, device: torch.device) -> "Pacing":

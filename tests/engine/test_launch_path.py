@@ -17,7 +17,7 @@ from chairlift.config import DType
 from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.parts import Pacing, Parts
-from chairlift.models.attention import Backend
+from chairlift.models.attention import Backend, Forward, PaddedForward
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.attention.triton import TritonBackend
@@ -58,6 +58,16 @@ class WatchedRecorder(Recorder):
             return super().record(work)
 
 
+class Unmeasured(WrappedForward):
+    """A forward that cannot be rehearsed, because the memory of a step cannot be measured there."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__(forward)
+        assert isinstance(forward, PaddedForward)
+        self.can_pad = forward.can_pad
+        self.new_hidden, self.padded_hidden = forward.new_hidden, forward.padded_hidden
+
+
 @pytest.fixture
 def recorder() -> WatchedRecorder:
     return WatchedRecorder()
@@ -93,9 +103,8 @@ def make(tiny: str, recorder: WatchedRecorder) -> Callable[..., LLM]:
         load = with_attention(BACKENDS[backend])
         parts = Parts(
             machine=MachineFacts("meta", frozenset(DType), free_bytes=2**30),
-            # Wrapped, because the memory of a step cannot be measured there.
-            load_forward=lambda *given: WrappedForward(load(*given)),
-            pacing=Pacing(1, recorder if has_graphs else None, common_sizes=frozenset()),
+            load_forward=lambda *given: Unmeasured(load(*given)),
+            pacing=Pacing(1, recorder if has_graphs else None, common_sizes=frozenset(), common_tokens=frozenset()),
         )
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
         return LLM.of(make_core(model, parts, dtype="bfloat16", device="cuda", attention_backend="torch", **settings))
@@ -171,3 +180,16 @@ def test_nor_do_recurrent_layers(
         assert_told(llm.generate(PROMPTS[:1], GREEDY))
         core_of(llm).check()
     assert recorder.num_replayed > 0
+
+
+@pytest.mark.parametrize("backend", ["torch_varlen", "flash_attn", "flash_attn_3"])
+def test_steps_with_prompts_are_recorded_and_take_one_copy_of_numbers(
+    make: Callable[..., LLM], recorder: WatchedRecorder, backend: str
+) -> None:
+    with make(backend, has_graphs=True) as llm, recorder.watch as watch:
+        mixed = core_of(llm).executor.mixed
+        assert mixed is not None
+        assert mixed.steps.recorded == {(16, 0), (16, 4)}
+        num_sent, num_replayed = watch.num_sent, recorder.num_replayed
+        assert_told(llm.generate(PROMPTS[:1], GREEDY.model_copy(update={"max_tokens": 1})))
+        assert (watch.num_sent - num_sent, recorder.num_replayed - num_replayed) == (1, 2)  # the step, and sampling

@@ -190,6 +190,16 @@ def test_slots_take_their_share_of_what_weights_and_a_step_leave(
         " them",
         "25 slots of 4096 tokens: a cache of 6.25 GiB",
     ]
+
+
+def test_graphs_of_steps_with_prompts_keep_memory_besides(
+    forward: TorchForward, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.engine.execution.machine")
+    resolved = resolved_config("model", device="cuda:0", max_batch_size=50, max_seq_len=4096)
+    fitting = fit_cache(EngineConfig(), resolved, SHAPE, forward, gpu=OtherGpu(), num_recorded_tokens=64)
+    assert fitting.max_batch_size == 19  # 0.8 (10 - 2 - 2) GiB / 256 MiB
+    assert "graphs of steps of up to 64 tokens keep 2.00 GiB" in caplog.messages
     assert fitted(forward, kv_cache_memory_bytes=4 * GIB).max_batch_size == 16
     assert fitted(forward, max_batch_size=25).max_batch_size == 25
     with pytest.raises(ConfigurationError, match=r"80% of the 8\.00 GiB .* lower max_batch_size or max_seq_len"):

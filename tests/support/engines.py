@@ -16,7 +16,7 @@ from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, GrammarLimits
 from chairlift.engine.text.grammar import CompilerLimits, GrammarCompiler
 from chairlift.engine.thread import LocalEngine
-from chairlift.models import Checkpoint, TorchForward, load_model
+from chairlift.models import Checkpoint, PiecewiseForward, load_model
 from chairlift.models.attention import Backend, BatchMetadata, Forward
 from chairlift.models.config import ModelShape
 from chairlift.models.forward import Drive
@@ -97,7 +97,7 @@ def with_attention(
         lengths = config.max_seq_len, config.slot_len
         model = load_model(checkpoint, config.dtype, config.device, *lengths)
         model.pack()
-        return TorchForward(model, make(model.config), drive)
+        return PiecewiseForward(model, make(model.config), drive)
 
     return load
 

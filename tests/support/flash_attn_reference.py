@@ -150,7 +150,8 @@ def _append_and_attend(
     assert k.shape == v.shape == (len(k), num_kv_heads, head_dim)
     _check_indices(len(offsets[1]) - 1, cache_seqlens, cache_batch_idx)
     assert all(0 <= slot < num_slots for slot in cache_batch_idx), "the kernel would write another tensor's memory"
-    assert len(set(cache_batch_idx.tolist())) == len(cache_batch_idx), "rows of one slot race in the kernel"
+    slots = [slot for slot in cache_batch_idx.tolist() if slot < num_slots - 1]  # the last may be for padding
+    assert len(set(slots)) == len(slots), "rows of one slot race in the kernel"
     lengths = cache_seqlens + offsets[1].diff()
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
         start, stop = offsets[1][row : row + 2].tolist()

@@ -1,8 +1,9 @@
 """Facts about this machine: the device, the number formats that it multiplies natively, and memory.
 
 On a GPU, the cache is sized once the weights are loaded. What a step allocates is measured: a step of the largest size
-runs once, from tokens to sampling with penalties and log-probabilities, and its peak is reserved; the cache takes its
-share of the rest, and CUDA graphs use what is left.
+runs once, from tokens to sampling with penalties and log-probabilities, and its peak is reserved, as is the peak of the
+largest step with prompts in it that is recorded, because graphs keep their memory; the cache takes its share of the
+rest, and other CUDA graphs use what is left.
 """
 
 import logging
@@ -97,17 +98,20 @@ def fit_cache(
     least: Callable[[int], int] = int,
     host: Host = _HOST,
     gpu: Gpu | None = None,
+    num_recorded_tokens: int = 0,
 ) -> ResolvedConfig:
     """`resolved`, with as many slots as there is memory for beside the loaded model and a step.
 
     `least`: maps this rank's number to the lowest of all ranks. `gpu` None: the one that `resolved` names.
+    `num_recorded_tokens`: of the largest step with prompts in it that graphs are recorded for; they keep its memory.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
     if isinstance(forward, _Sized):
         return _fit_host_cache(config, resolved, model, forward, host)
     if resolved.device == "cpu" or not isinstance(forward, _Rehearsable):
         return resolved
-    num_free_bytes = _measure_free_bytes(forward, resolved, gpu or Gpu.named(resolved.device))
+    gpu = gpu or Gpu.named(resolved.device)
+    num_free_bytes = _measure_free_bytes(forward, resolved, gpu, num_recorded_tokens)
     fitted = fit_slots(config, resolved, model, least(num_free_bytes))
     logger.info(
         "%d slots of %d tokens: a cache of %s",
@@ -128,27 +132,41 @@ def _fit_host_cache(
     return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
 
 
-def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig, gpu: Gpu) -> int:
-    """The device's free bytes beside the weights and the largest step."""
-    device, num_weight_bytes = config.device, gpu.begin_measuring()
+def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig, gpu: Gpu, num_recorded_tokens: int) -> int:
+    """The device's free bytes beside the weights, the largest step and, if there are any, graphs of such steps."""
+    num_weight_bytes = gpu.begin_measuring()
+
+    def run_step() -> None:
+        logits = forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
+        Sampler(logits.shape[1], len(logits), logits.device).rehearse(logits)
+
     try:
-        with gpu.current(), torch.inference_mode():
-            logits = forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
-            Sampler(logits.shape[1], len(logits), logits.device).rehearse(logits)
-            del logits
+        num_step_bytes = _peak_bytes(gpu, run_step)
+        num_graph_bytes = 0
+        if num_recorded_tokens:
+            num_graph_bytes = _peak_bytes(gpu, lambda: forward.rehearse(num_recorded_tokens, 1))
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"
+            f"{config.device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"
             f" {sized(num_weight_bytes)} of weights; lower max_num_batched_tokens or max_batch_size"
         ) from error
-    num_step_bytes = gpu.end_measuring() - num_weight_bytes
     num_free_bytes, num_total_bytes = gpu.memory()
     logger.info(
         "%s: %s of %s are free beside %s of weights; a step of %d tokens needs %s of them",
-        *(device, sized(num_free_bytes), sized(num_total_bytes), sized(num_weight_bytes)),
+        *(config.device, sized(num_free_bytes), sized(num_total_bytes), sized(num_weight_bytes)),
         *(config.max_num_batched_tokens, sized(num_step_bytes)),
     )
-    return num_free_bytes - num_step_bytes
+    if num_recorded_tokens:
+        logger.info("graphs of steps of up to %d tokens keep %s", num_recorded_tokens, sized(num_graph_bytes))
+    return num_free_bytes - num_step_bytes - num_graph_bytes
+
+
+def _peak_bytes(gpu: Gpu, work: Callable[[], object]) -> int:
+    """Bytes that `work` allocates at its peak."""
+    num_bytes_before = gpu.begin_measuring()
+    with gpu.current(), torch.inference_mode():
+        work()
+    return gpu.end_measuring() - num_bytes_before
 
 
 def allocate_cache(

@@ -124,12 +124,16 @@ class GraphTable:
         """Records a graph. torch.OutOfMemoryError if it does not fit."""
         self._replays[GraphKey(size, reach)] = self._record(size, reach)
 
-    def record_missing(self) -> GraphKey | None:
-        """Records one of the missing graphs. Returns its key if there is no memory for it; it is not tried again."""
-        key = self.missing.pop(0)
+    def try_to_record(self, size: int, reach: int) -> bool:
+        """Records a graph. Returns false if there is no memory for it; then it never counts as missing again."""
         try:
-            self.record(*key)
+            self.record(size, reach)
         except torch.OutOfMemoryError:
-            self._refused.add(key)
-            return key
-        return None
+            self._refused.add(GraphKey(size, reach))
+            return False
+        return True
+
+    def record_missing(self) -> GraphKey | None:
+        """Records one of the missing graphs. Returns its key if there is no memory for it."""
+        key = self.missing.pop(0)
+        return None if self.try_to_record(*key) else key

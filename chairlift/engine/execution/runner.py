@@ -17,6 +17,7 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.device import Arrival, bring, on_device, send, to_device
 from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
+from chairlift.engine.execution.mixed import MixedGraphs
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.masks import PendingMasks
@@ -84,10 +85,11 @@ class ModelRunner:
         sampler: Sampler,
         last_tokens: LastTokens,
         graphs: DecodeGraphs | None = None,
+        mixed: MixedGraphs | None = None,
         *,
         is_divided: bool = False,
     ) -> None:
-        """`last_tokens` is shared with `graphs`, which, if given, run launches that only decode.
+        """`last_tokens` is shared with the graphs. If given, `graphs` run launches that only decode, `mixed` others.
 
         `is_divided`: other ranks compute parts of the model, and wait for this one.
         """
@@ -96,6 +98,7 @@ class ModelRunner:
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._graphs = graphs
+        self._mixed = mixed
         self._is_divided = is_divided
         self._device = cache.devices[0]
 
@@ -125,8 +128,9 @@ class ModelRunner:
             return self._forward.logits(hidden[places]).float()
 
     def record_missing(self) -> bool:
-        """See `DecodeGraphs`."""
-        return self._graphs is not None and self._graphs.record_missing()
+        """See `DecodeGraphs`; steps with prompts come first, since these wait the longest without a graph."""
+        has_more = self._mixed is not None and self._mixed.record_missing()
+        return has_more or (self._graphs is not None and self._graphs.record_missing())
 
     @torch.inference_mode()
     def perform(self, jobs: Sequence[Job]) -> None:
@@ -138,6 +142,10 @@ class ModelRunner:
         """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""
         try:
             assert plan.reservation is not None, "the books do not know of this plan"
+            if self._mixed is not None and not plan.is_decode:
+                outputs = self._replay_mixed(self._mixed, plan)
+                if outputs is not None:
+                    return outputs
             inputs = self._cache.view(plan.reservation, plan.num_steps)
             if self._graphs is not None and plan.is_decode:
                 return self._replay(self._graphs, plan, inputs[0])
@@ -157,6 +165,19 @@ class ModelRunner:
             return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None, {})
         batch, slots = self._sampler.prepare(plan.rows, plan.num_steps), cache.lookup_table
         return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
+
+    def _replay_mixed(self, graphs: MixedGraphs, plan: StepPlan) -> _Outputs | None:
+        """Runs a step with prompts in it from a graph, and samples as `_compute` does. None: no graph suffices."""
+        sampled = Places.of(plan)
+        step = graphs.run(plan, sampled)
+        if step is None:
+            return None
+        sampling = self._prepare_sampling([plan.rows[index] for index in sampled.rows], 1, sampled.guessed)
+        prompt_scores = self._score_prompts(plan, step.hidden)
+        steps: list[Sampled] = []
+        if sampled.rows:
+            steps.append(self._sample(self._forward.logits(step.hidden[step.places]), sampling, 0, step.slots))
+        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, prompt_scores)
 
     def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
         """Runs any plan operator by operator; a graph samples if its rows need no more than a graph offers."""

@@ -149,6 +149,111 @@ def test_kernels_compile_without_spilling_registers() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 151_936), (5, 50_257), (64, 128_256)])
+def test_a_gpu_draws_what_operators_draw_on_a_cpu(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    """Sums are rounded differently, which may move a draw across the border of two tokens, but seldom."""
+    logits, table = logits_of(num_rows, size).to(dtype), table_of(num_rows, num_steps=2)
+    on_gpu = logits.cuda(), table.cuda()
+    num_drawn = num_different = 0
+    for kind in (DrawKind.GREEDY, DrawKind.MIN_P, DrawKind.TOP):
+        for step in torch.arange(2).unsqueeze(1):
+            drawn = sample_by_kernels(on_gpu[0], kind, on_gpu[1], step.cuda())
+            assert torch.equal(drawn, sample_by_kernels(on_gpu[0], kind, on_gpu[1], step.cuda())), "the same again"
+            num_different += int((drawn.cpu() != sample_in_graph(logits, kind, table, step)).sum())
+            num_drawn += num_rows
+    assert num_different <= 1 + num_drawn // 50
+
+
+@needs_gpu
+def test_a_gpu_draws_a_row_alike_alone_and_beside_others() -> None:
+    logits, table = logits_of(64, 128_256).to("cuda", torch.bfloat16), table_of(64).cuda()
+    first = torch.zeros(1, dtype=torch.int64, device="cuda")
+    together = draw_tokens(logits, table, first, has_cutoffs=True)
+    alone = [draw_tokens(logits[i : i + 1], table[:, i : i + 1], first, has_cutoffs=True) for i in range(64)]
+    assert (torch.cat(alone) == together).float().mean() > 0.96
+
+
+def table_of(num_rows: int, num_steps: int = 1, seed: int = 1) -> torch.Tensor:
+    """A table in which neighbours ask for different things, and a fifth are greedy."""
+    knobs = [
+        [
+            float(row % 5 != 0),
+            (0.7, 1.0, 1.5)[row % 3],
+            (0.0, 0.02)[row % 2],
+            (ALL, 5.0, 40.0, 1.0)[row % 4],
+            (NOTHING_CUT, 0.9, 0.5, 0.999)[row // 2 % 4],
+        ]
+        for row in range(num_rows)
+    ]
+    uniforms = torch.rand(num_steps, num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.cat((torch.tensor(knobs, dtype=torch.float64).T, uniforms))
+
+
+def logits_of(num_rows: int, size: int, seed: int = 0) -> torch.Tensor:
+    return 3.0 * torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a large tile as for several small ones of a small vocabulary."""
+    monkeypatch.setattr(draw, "_TILE", tl.constexpr(64))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiles of kernels that were compiled do not change")
+@pytest.mark.usefixtures("small_tiles")
+class TestInterpreted:
+    """Small vocabularies of several tiles."""
+
+    def test_a_row_gets_the_token_that_operators_draw_whatever_its_neighbours_ask(self) -> None:
+        logits, table = logits_of(9, 150), table_of(9, num_steps=2)
+        logits[7, 30:50] = logits[7].max() + 1.0  # ties
+        step = torch.tensor([1])
+        drawn = draw_tokens(logits, table, step, has_cutoffs=True)
+        assert drawn.tolist() == sample_in_graph(logits, DrawKind.TOP, table, step).tolist()
+
+    def test_so_it_does_with_few_bits_in_parts_of_several_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(draw, "_MOST_BLOCKS", 12)
+        logits, table = logits_of(12, 150).bfloat16(), table_of(12)
+        first = torch.tensor([0])
+        drawn = draw_tokens(logits, table, first, has_cutoffs=True)
+        assert drawn.tolist() == sample_in_graph(logits, DrawKind.TOP, table, first).tolist()
+
+    @pytest.mark.parametrize("kind", [DrawKind.GREEDY, DrawKind.MIN_P], ids=str)
+    def test_rows_may_be_parts_of_wider_tensors(self, kind: DrawKind) -> None:
+        logits, table, first = logits_of(8, 200)[:6, :130], table_of(9)[:, :6], torch.tensor([0])
+        table[3], table[4] = ALL, NOTHING_CUT
+        drawn = sample_by_kernels(logits, kind, table, first)
+        assert drawn.tolist() == sample_in_graph(logits, kind, table, first).tolist()
+
+    @pytest.mark.parametrize("has_table", [True, False])
+    def test_rows_that_are_not_finite_get_no_token(self, has_table: bool) -> None:
+        logits = logits_of(5, 150)
+        logits[0, 140], logits[1, 3], logits[2], logits[3, :149] = torch.nan, torch.inf, -torch.inf, -torch.inf
+        table = table_of(7)[:, 1:6] if has_table else None
+        drawn = draw_tokens(logits, table, torch.tensor([0]), has_cutoffs=True)
+        assert drawn[:4].tolist() == [-1, -1, -1, 149]
+        assert 0 <= drawn[4] < 150
+
+    def test_the_likeliest_token_is_kept_by_the_narrowest_top_p_and_the_first_of_equal_ones_is_greedy(self) -> None:
+        logits, table = logits_of(2, 150), table_of(2)
+        logits[:, 100] = logits[:, 20] = 50.0
+        logits[1, 20] = 49.0
+        table[0], table[4] = torch.tensor([0.0, 1.0]), 1e-9
+        assert draw_tokens(logits, table, torch.tensor([0]), has_cutoffs=True).tolist() == [20, 100]
+
+
+def test_no_rows_get_no_tokens() -> None:
+    assert draw_tokens(torch.empty(0, 150)).tolist() == []
+
+
+def test_kernels_compile_without_spilling_registers() -> None:
+    compiled = compile_all(__name__)
+    assert len(compiled) == len(COMPILATIONS)
+    assert {name: each.stack_bytes for name, each in compiled.items() if each.stack_bytes} == {}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5, 32, 256])
 @pytest.mark.parametrize("size", [50_257, 151_936])
 def test_a_gpu_draws_what_operators_draw(size: int, num_rows: int, dtype: torch.dtype) -> None:

@@ -69,7 +69,7 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
-                model.take(name, _read_groups(reader, stored).on(device))
+                model.take(name, _read_groups(reader, stored).on(device).compacted())
             elif keeps_groups and name in formats:
                 model.take(name, functools.partial(_read_groups, reader, stored))
             elif reads_late and model.is_product(name):

@@ -115,7 +115,7 @@ class _Site:
     def shape(self) -> tuple[object, ...]:
         """Sites that are equal in this take the same time."""
         matrix, use = self.matrix, self.use
-        groups = None if matrix.scales is None else (matrix.group_size, matrix.scales.dtype, matrix.offsets is None)
+        groups = matrix.group_size, *(None if each is None else each.dtype for each in (matrix.scales, matrix.offsets))
         what = use.norm is not None, use.is_gated, use.adds, self.linear.bias is None
         return matrix.num_bits, matrix.num_outputs, matrix.num_inputs, groups, what
 

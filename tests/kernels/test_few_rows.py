@@ -12,6 +12,7 @@ from tests.support.triton_compiler import Compilation, compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates bfloat16
+LIMIT = 1e-2 if HALF is torch.bfloat16 else 4e-3  # of relative errors
 CORES, ALONE = Tile(16, 128), Tile(8, 128, is_for_one_row=True)
 STORED = {
     "plain": (16, 0),
@@ -63,7 +64,7 @@ def test_a_product_is_that_with_the_stored_numbers(kind: str, num_rows: int, til
     num_inputs = 384 if kind == "4 bits" else SHAPE[1]  # a multiple of groups
     matrix, exact = stored(kind, SHAPE[0], num_inputs)
     x = random(num_rows, num_inputs)
-    assert error(multiply(x, matrix, tile), F.linear(x.float().cpu(), exact)) < 4e-3
+    assert error(multiply(x, matrix, tile), F.linear(x.float().cpu(), exact)) < LIMIT
 
 
 @pytest.mark.parametrize("kind", ["plain", "8 bits", "4 bits, offsets"])
@@ -75,21 +76,21 @@ def test_norm_bias_gate_and_residual_are_folded_in(kind: str, num_rows: int, til
     product = F.linear(rms_norm(x.float().cpu(), norm), exact, bias.float().cpu())
     gate, up = product.chunk(2, dim=-1)
     got = multiply(x, matrix, tile, norm=norm, bias=bias, is_gated=True, addend=addend)
-    assert error(got, F.silu(gate) * up + addend.float().cpu()) < 4e-3
-    assert error(multiply(x, matrix, tile, norm=norm, bias=bias), product) < 4e-3
+    assert error(got, F.silu(gate) * up + addend.float().cpu()) < LIMIT
+    assert error(multiply(x, matrix, tile, norm=norm, bias=bias), product) < LIMIT
 
 
 @pytest.mark.parametrize("num_rows", [17, 33])
 def test_up_to_64_rows_are_one_tile(num_rows: int) -> None:
     matrix, exact = stored("4 bits, offsets", *SHAPE)
     x = random(num_rows, SHAPE[1])
-    assert error(multiply(x, matrix, CORES), F.linear(x.float().cpu(), exact)) < 4e-3
+    assert error(multiply(x, matrix, CORES), F.linear(x.float().cpu(), exact)) < LIMIT
 
 
 def test_rows_need_not_be_neighbours() -> None:
     matrix, exact = stored("plain", *SHAPE)
     x = random(3, 2 * SHAPE[1])[:, : SHAPE[1]]
-    assert error(multiply(x, matrix, CORES), F.linear(x.float().cpu(), exact)) < 4e-3
+    assert error(multiply(x, matrix, CORES), F.linear(x.float().cpu(), exact)) < LIMIT
 
 
 @pytest.mark.parametrize("kind", [each for each in STORED if each != "plain"])

@@ -45,6 +45,21 @@ def test_values_of_8_bits_take_the_place_of_4_without_a_change() -> None:
     assert EIGHT_BITS.widened() is EIGHT_BITS
 
 
+def test_scales_take_16_bits_where_these_hold_them() -> None:
+    wide = GroupedWeight(8, EIGHT_BITS.values, EIGHT_BITS.scales.float(), torch.tensor([[0.1]]))
+    compacted = wide.compacted()
+    assert compacted.scales.dtype == torch.bfloat16
+    assert compacted.offsets is not None
+    assert compacted.offsets.dtype == torch.float32
+    assert torch.equal(compacted.dequantize(), wide.dequantize())
+    assert GroupedWeight(8, EIGHT_BITS.values, torch.tensor([[1 + 2**-10]])).compacted().scales.dtype == torch.float16
+
+
+def test_smaller_groups_hold_the_same_numbers() -> None:
+    assert FOUR_BITS.regrouped(1).group_size == 1
+    assert torch.equal(FOUR_BITS.regrouped(1).dequantize(), FOUR_BITS.dequantize())
+
+
 def test_rows_are_arranged_with_their_scales_and_offsets() -> None:
     turned = FOUR_BITS.map_rows(lambda rows: rows.flip(0))
     assert torch.equal(turned.dequantize(), FOUR_BITS.dequantize().flip(0))

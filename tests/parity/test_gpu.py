@@ -78,6 +78,27 @@ def test_in_bfloat16_the_bundled_model_answers_as_in_float32_on_the_cpu(backend:
         assert ours.token_ids[:length] == theirs.token_ids[:length]
 
 
+def prompt_logprobs(**config: Any) -> torch.Tensor:
+    """Of a quantized model's own words: float32 `[T]`."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with LLM("smollm2", device="cuda:0", max_batch_size=4, max_seq_len=SLOT_LEN, **config) as llm:
+        assert llm.config.keeps_groups == (llm.config.dtype is DType.BFLOAT16)
+        tokens = llm.inputs.tokenize(" ".join(2 * QUESTIONS))
+        (output,) = llm.generate([tokens], params)
+    assert output.prompt_logprobs is not None
+    scored = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([entry[token].logprob for token, entry in scored if entry is not None])
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_tokens", [4, 16, 48, 256])  # of a step: in kernels, but for the last
+def test_quantized_weights_are_multiplied_as_they_are_stored(num_tokens: int) -> None:
+    exact = prompt_logprobs(dtype="float32")
+    actual = prompt_logprobs(dtype="bfloat16", max_num_batched_tokens=num_tokens)
+    assert len(actual) > 64
+    assert float((actual - exact).abs().mean()) < 0.1
+
+
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_logits_of_random_configurations_are_those_of_transformers(

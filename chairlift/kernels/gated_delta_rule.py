@@ -17,7 +17,7 @@ import triton.language as tl
 
 from chairlift.kernels.ragged import LayerStates, RaggedRows, load_known, load_row, only_if, sigmoid, softplus
 
-_ELEMENTS = 2048  # of the matrix, that a warp has in registers
+_ELEMENTS = 1024  # of the matrix, that a warp has in registers: a single prompt needs many programs
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,14 +65,16 @@ def test_in_bfloat16_they_are_near(directory: Path, family: str, device: str) ->
 
 
 @needs_gpu
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("backend", "steps"), [("torch", 1), ("triton", 4)])
 @pytest.mark.parametrize("family", SERVED)
-def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str, steps: int) -> None:
+def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(
+    directory: Path, family: str, backend: str, steps: int
+) -> None:
     path, reference = checkpoint(directory, family)
     first, second, third, shared = random_prompts(6, [3, 40, 17, 90])
     prompts = [first, shared + second, shared + third]
     engine: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 33, "max_steps_per_launch": steps}
     engine |= {"device": "cuda", "dtype": "float32", "max_seq_len": SLOT_LEN, "kv_cache_memory_bytes": 2**26}
-    with LLM(path, attention_backend="torch", **engine) as llm:
+    with LLM(path, attention_backend=backend, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 40)
         assert_greedy_answers(reference, llm, prompts[1:], 40)  # each prompt is known by now

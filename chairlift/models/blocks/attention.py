@@ -1,9 +1,10 @@
 """The block of attention: queries over the keys and values that a slot keeps of all earlier tokens."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, Self
 
 import torch
@@ -152,13 +153,7 @@ class SelfAttention(BlockModule):
             queries, gate = queries.unflatten(1, (-1, 2)).unbind(2)
             heads = torch.cat((queries, others), dim=1)
         num_rotated = self.num_heads + self.num_kv_heads
-        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-            rotated = torch.cat((_normalise(self.q_norm, query), _normalise(self.k_norm, key)), dim=1)
-        if self._table is not None:
-            cosines, sines = now.ropes[self._table]
-            rotated = apply_rope(rotated, cosines, sines)
+        rotated, value = self._rotate(heads[:, :num_rotated], now), heads[:, num_rotated:]
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         if self.block.growth is not None:
             query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
@@ -167,6 +162,19 @@ class SelfAttention(BlockModule):
             attended = attended * torch.sigmoid(gate)
         projected: torch.Tensor = self.o_proj(attended.flatten(1), addend=now.residual)
         return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
+
+    def _rotate(self, heads: torch.Tensor, now: Pass) -> torch.Tensor:
+        """Queries and keys, `[T, Hq + Hkv, D]`: normalised and rotated, as far as the block says so."""
+        angles = None if self._table is None else now.ropes[self._table]
+        if heads.is_cuda and _has_triton() and self.block.qk_norm is not QKNorm.ALL_HEADS:
+            return _rotate_in_triton(heads, self.num_heads, angles, self.q_norm, self.k_norm)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
+            heads = torch.cat((_normalise(self.q_norm, query), _normalise(self.k_norm, key)), dim=1)
+        if angles is not None:
+            cosines, sines = angles
+            heads = apply_rope(heads, cosines, sines)
+        return heads
 
     def pack(self, packer: Packer) -> dict[str, object]:
         block, place = self.block, packer.place(self.layer_idx)
@@ -236,3 +244,23 @@ def _normalise(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:
     spanned = heads if len(norm.weight) == heads.shape[-1] else heads.flatten(1)
     normalised: torch.Tensor = norm(spanned)
     return normalised.view(heads.shape)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _rotate_in_triton(
+    heads: torch.Tensor, num_heads: int, angles: torch.Tensor | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+) -> torch.Tensor:
+    """See `SelfAttention._rotate`; norms span a head."""
+    from chairlift.kernels.head_rotation import HeadNorms, rotate
+
+    if angles is None and q_norm is None:
+        return heads
+    norms = None
+    if q_norm is not None and k_norm is not None:
+        norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.is_offset)
+    cosines, sines = (None, None) if angles is None else angles
+    return rotate(heads, num_heads, cosines, sines, norms)

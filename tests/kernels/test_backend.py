@@ -55,3 +55,18 @@ def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
     output = support.attend(make_cache(MIXED, tokens), MIXED, tokens, backend)
     parts = [support.new_parts(support.reference(tokens, layers), MIXED) for layers in (given, other)]
     support.assert_near(output, torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))
+
+
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, [*MIXED, Row(6, 14, 1)]], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize(("layers", "num_decode"), [("plain", 4), ("window and soft cap", 16)])
+def test_a_padded_step_gives_its_rows_what_they_get_alone(rows: list[Row], layers: str, num_decode: int) -> None:
+    tokens, scratch, num_real = support.random_tokens(rows), 1, sum(row.num_new for row in rows)
+    blocks = make_cache(rows, tokens, background=POISON).blocks[0]
+    batch = support.padded_batch_of(rows, 24, num_decode, 6, scratch)
+    parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
+    before = blocks.clone()
+    output = TritonBackend(LAYERS[layers]).prepare_padded(batch, blocks)(LAYER, *parts)
+    assert output.isfinite().all()
+    support.assert_near(output[:num_real], support.new_parts(support.reference(tokens, LAYERS[layers]), rows))
+    written = (blocks != before).flatten(2).any(dim=2).any(dim=1).nonzero().flatten().tolist()
+    assert written == sorted({*(row.slot for row in rows), *([scratch] if num_real < 24 else [])})

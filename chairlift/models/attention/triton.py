@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, AttentionConfig, Backend, BatchMetadata, find_head_obstacle
+from chairlift.models.attention.backend import (
+    Attend,
+    AttentionConfig,
+    Backend,
+    BatchMetadata,
+    PaddedBatch,
+    find_head_obstacle,
+)
 from chairlift.models.attention.batches import key_lengths, prepare_apart, token_slots
 
 if TYPE_CHECKING:
@@ -96,6 +103,29 @@ class TritonBackend:
                 window=config.window,
                 softcap=config.softcap,
             )
+            return attended
+
+        return attend
+
+    def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
+        """See `PaddingBackend`."""
+        prompts = batch.prompt_offsets, batch.prompt_lengths, batch.prompt_slots, batch.max_new_tokens
+        is_decode, most = batch.decodes[:, None, None], len(batch.decodes)
+        plans: dict[tuple[int, int | None], Chunks] = {}
+
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            config, keys, values = self._layers[layer_idx], blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
+            self._appending.append(keys, values, key, value, batch.token_slots, batch.positions)
+            limits = {"scale": config.scale, "softcap": config.softcap}
+            attended: torch.Tensor = self._prefilling.attend(
+                query, keys, values, *prompts, window=config.window, **limits
+            )
+            if most:
+                kind = key.shape[1], config.window
+                if kind not in plans:
+                    plans[kind] = self._decoding.plan_chunks(batch.decode_lengths, batch.decode_slots, *kind)
+                decoded = self._decoding.attend(query[:most], keys, values, plans[kind], **limits)
+                attended[:most] = torch.where(is_decode, decoded, attended[:most])
             return attended
 
         return attend

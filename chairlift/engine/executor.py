@@ -92,7 +92,7 @@ class Executor:
         pacing = self._parts.pacing or Pacing.of(device)
         if pacing.recorder is None:
             return pacing
-        has_kernels = self._shape.state_layout is None or ragged_recurrence.is_available()
+        has_kernels = self._shape.state_layout is None or ragged_recurrence.is_available(device)
         if not self._shape.can_record or not has_kernels:
             logger.info("no step is recorded: the layers of this model launch or read what differs from step to step")
             return replace(pacing, recorder=None)

@@ -40,10 +40,10 @@ class TorchForward:
     """A decoder of any kind in torch, with an attention backend, as one piece."""
 
     def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend, drive: Drive | None = None) -> None:
-        """`drive` None: what suits the model's device."""
+        """`drive` None: what suits the device."""
         self._model = model
         self._attention = attention
-        self._drive = drive or _choose_drive(model.device)
+        self._drive = drive or _drive
 
     def hidden(
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
@@ -203,14 +203,11 @@ class InvariantForward:
         return torch.cat([run(tile) for tile in tiles])[:num_rows]
 
 
-def _choose_drive(device: torch.device) -> Drive:
-    if device.type != "cpu" and ragged_recurrence.is_available():
-        return ragged_recurrence.prepare
-    return _drive_by_token
-
-
-def _drive_by_token(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Recur:  # noqa: ARG001
+def _drive(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Recur:
     assert cache.states is not None, "no layer has a state"
+    device = cache.states.live.device
+    if device.type != "cpu" and ragged_recurrence.is_available(device):
+        return ragged_recurrence.prepare(batch, cache)
     return prepare(cache.states)
 
 

@@ -10,15 +10,17 @@ from functools import cache
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.device import to_device
+from chairlift.device import find_compile_obstacle, to_device
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.recurrence import Recur, Recurrent
 
 
 @cache
-def is_available() -> bool:
-    """Returns true where Triton is installed, which the kernels are written in."""
-    return importlib.util.find_spec("triton") is not None
+def is_available(device: torch.device) -> bool:
+    """Returns true where Triton, which the kernels are written in, is installed and can compile for the device."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device.type != "cuda" or find_compile_obstacle(device) is None
 
 
 def prepare(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Recur:

@@ -79,7 +79,7 @@ def test_answers_are_those_without_graphs(model: str, plain: LLM, steps: int, nu
 
 
 def test_nothing_is_recorded_without_kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragged_recurrence, "is_available", lambda: False)
+    monkeypatch.setattr(ragged_recurrence, "is_available", lambda _: False)
     recorder = Recorder()
     with graphed(model, recorder, 0) as llm:
         assert core_of(llm).executor.graphs is None

@@ -16,7 +16,7 @@ def measure(work: Callable[[], object]) -> float:
     with torch.cuda.stream(stream):
         work()  # compiles what is compiled at the first call
         torch.cuda.synchronize()
-        graph.capture_begin()
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             work()
         finally:

@@ -55,6 +55,12 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
+    def is_whole_product(self, name: str) -> bool:
+        """Returns true for the matrix of a `Linear` that nothing but products with all of it read."""
+        module, _, leaf = name.rpartition(".")
+        linear = self.get_submodule(module) if leaf == "weight" else None
+        return isinstance(linear, Linear) and linear.is_whole
+
     def take(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
         if name == EMBEDDING:

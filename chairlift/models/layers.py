@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ class Linear(nn.Linear):
     """
 
     _taken: GroupedWeight | torch.Tensor | Callable[[], GroupedWeight | torch.Tensor] | None = None
+    is_whole: ClassVar[bool] = True  # every product is with all of the weight
     _packed: torch.Tensor | None = None
     product: Product | None = None
 

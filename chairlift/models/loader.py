@@ -47,8 +47,8 @@ def load_model(
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
-    groups, so those of products stay as they are stored; on a GPU but for an embedding that is also the head, since it
-    is looked up as well. `reads_late`: the backend packs one matrix of a product at a
+    groups, so those of products stay as they are stored; on a GPU but for those of experts, and an embedding that is
+    also the head. `reads_late`: the backend packs one matrix of a product at a
     time and then frees it, so each is read only when it is packed.
     """
     start = time.perf_counter()
@@ -196,7 +196,7 @@ def _formats_of(
         formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
         sizes = {each.group_size for each in formats}
         is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
-        if is_whole and model.is_product(name) and not (is_on_gpu and name == EMBEDDING):
+        if is_whole and (model.is_whole_product(name) if is_on_gpu else model.is_product(name)):
             found[name] = formats
     return found
 

@@ -169,7 +169,7 @@ def _find_sites(model: Decoder) -> Iterator[_Site]:
     for layer in model.layers:
         uses |= layer.uses()
     for module in model.modules():
-        if isinstance(module, Linear) and (matrix := _stored(module, model.dtype)) is not None:
+        if isinstance(module, Linear) and module.is_whole and (matrix := _stored(module, model.dtype)) is not None:
             yield _Site(module, matrix, uses.get(module, Use()))
 
 

@@ -88,6 +88,8 @@ class ExpertsBlock:
 class StackedLinear(Linear):
     """The matrices of several experts, each `[out, in]`, as one of all their rows."""
 
+    is_whole = False
+
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_experts * num_outputs, bias=bias)
         self.num_experts = num_experts

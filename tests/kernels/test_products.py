@@ -12,6 +12,7 @@ from chairlift.config import DType
 from chairlift.kernels.few_rows import Tile
 from chairlift.kernels.grouped import StoredMatrix
 from chairlift.models import load_model, open_checkpoint
+from chairlift.models.blocks.experts import StackedLinear
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.products import Stopwatch, Workspace, install_products
@@ -106,6 +107,15 @@ def test_a_large_matrix_goes_through_the_workspace_in_parts() -> None:
     torch.testing.assert_close(
         got.cpu(), torch.nn.functional.linear(x, GroupedWeight(8, values, scales).dequantize(), bias)
     )
+
+
+def test_matrices_of_experts_stay_with_torch(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4, **SHAPE)
+    model = load(tmp_path, DType.FLOAT16)
+    install_products(model, stopwatch(share=0.5))
+    experts = [module for module in model.modules() if isinstance(module, StackedLinear)]
+    assert len(experts) == 6
+    assert {module.product for module in experts} == {None}
 
 
 @needs_gpu

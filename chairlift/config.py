@@ -195,7 +195,7 @@ class EngineConfig(BaseModel):
     # Scheduling
     max_num_batched_tokens: Count | Auto = Field(
         "auto",
-        description="most tokens of a step; longer prompts are computed in chunks; auto: 8192 on a GPU, 1024 on a CPU",
+        description="most tokens of a step; longer prompts are computed in chunks; auto: 2048 on a GPU, 1024 on a CPU",
     )
     max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
     queue_timeout: float | None = Field(

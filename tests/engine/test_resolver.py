@@ -88,7 +88,7 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     "a gpu": (
         *(GPU, {}),
         {"device": "cuda:0", "dtype": "bfloat16", **ON_GPU, "fallback_reason": None, "max_batch_size": 256}
-        | {"max_seq_len": 4096, "max_num_batched_tokens": 8192, "max_steps_per_launch": 4},
+        | {"max_seq_len": 4096, "max_num_batched_tokens": 2048, "max_steps_per_launch": 4},
     ),
     "the second gpu": (replace(GPU, device="cuda:1"), {"device": "cuda"}, {"device": "cuda:1"}),
     # The number format is the checkpoint's where the machine multiplies it, or where the kernels widen it.

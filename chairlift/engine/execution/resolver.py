@@ -16,7 +16,7 @@ from chairlift.models.stored import GroupedSize
 MAX_AUTO_SEQ_LEN_GPU = 4096  # every slot takes memory for so many tokens there, so not a model's 128k
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, but delay requests and streams
-AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
+AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 2048  # graphs have so many, and decode rows wait for them
 AUTO_SNAPSHOTS_SHARE, MAX_AUTO_SNAPSHOTS = 4, 256  # of the cache's memory, one part in so many
 _PAGED = AttentionBackend.FLASH_ATTN, AttentionBackend.TRITON  # flash-attn computes the prompts of both, if it is there
 _SLOT_STATES_SHARE = 2  # one part in so many of the rest, at most, goes to the states of slots

@@ -50,8 +50,11 @@ def parts_of(device: torch.device, graphs: Graphs) -> Parts:
 
 
 def _load_unpadded(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
-    """Loads a forward that is as usual, but runs no padded steps: so steps with prompts are not recorded."""
-    forward = load_forward(checkpoint, config)
+    return unpadded(load_forward(checkpoint, config))
+
+
+def unpadded(forward: Forward) -> Forward:
+    """Makes it one that runs no padded steps, and is otherwise as before: so steps with prompts are not recorded."""
     forward.__class__ = type("Unpadded", (type(forward),), {"can_pad": False})
     return forward
 

@@ -4,11 +4,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu
 import pytest
 import torch
 from on_gpu.device import Idle, measure_idle
+from on_gpu.engine import unpadded
 from on_gpu.grouped import write_grouped
 from on_gpu.measurements import PARTS
 from on_gpu.report import Line, make_lines, table
@@ -257,3 +259,20 @@ def test_transformers_takes_part(name: str, who: str, tmp_path: Path) -> None:
     (measurement,) = measured(name, tmp_path)
     assert (measurement["kind"], measurement["who"], measurement["workload"]) == ("contest", who, "2x8+8")
     assert measurement["seconds"] > 0
+
+
+class PaddingForward:
+    """As far as the executor looks at it."""
+
+    num_layers = 2
+
+    @property
+    def can_pad(self) -> bool:
+        return True
+
+
+def test_a_forward_without_padded_steps_is_otherwise_the_same() -> None:
+    forward: Any = PaddingForward()
+    assert forward.can_pad
+    without: Any = unpadded(forward)
+    assert (without.can_pad, without.num_layers, isinstance(without, PaddingForward)) == (False, 2, True)

@@ -145,10 +145,8 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
-        if contents.has_bad_surplus:
-            self._slots.forget_state(slot)  # a launch that failed halfway may have moved it
-        if self.states is not None and (contents.has_bad_surplus or num_kept < request.num_computed):
-            self.states.forget(request, above=num_kept - contents.has_bad_surplus)  # or have left one there
+        if self.states is not None:
+            self.states.forget_unsound(request, num_kept)
         if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:

@@ -137,6 +137,17 @@ class StateReuse:
         """Forgets kept states that have taken more than `above` tokens of a request, which may be at fault."""
         self._states.snapshots.forget(pack_tokens(request.token_ids), request.options.cache_salt, above)
 
+    def forget_unsound(self, request: RequestState, num_sound: int) -> None:
+        """Forgets the states beyond the sound tokens of a request that releases its slot.
+
+        If its last launch failed, that may have moved the slot's state halfway, and left one behind.
+        """
+        has_failed = request.contents.has_bad_surplus
+        if has_failed and request.slot is not None:
+            self._slots.forget_state(request.slot)
+        if has_failed or num_sound < request.num_computed:
+            self.forget(request, above=num_sound - has_failed)
+
     def rest(self, index: PrefixIndex) -> None:
         """Forgets the kept states whose tokens no slot holds (any more), since nobody can go on from them."""
 

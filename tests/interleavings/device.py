@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import Logprob, TokenLogprobs
 from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
-from tests.interleavings.scope import INVALID, JUNK, NAN, ZERO, Case, Scope, first_number, next_number, next_token
+from tests.interleavings.device_states import DeviceStates
+from tests.interleavings.scope import (
+    INVALID,
+    JUNK,
+    NAN,
+    ZERO,
+    Case,
+    CountingGrammar,
+    Scope,
+    first_number,
+    next_number,
+    next_token,
+)
+from tests.interleavings.violation import Violation, require
 
 NO_MEMORY, NO_NUMBER = "the device ran out of memory", "its logits are not numbers"
 _NO_TOKEN = 0
-
-
-class Violation(AssertionError):
-    """What must never be."""
-
-
-def require(is_so: bool, message: str) -> None:
-    """Raises a `Violation` with this message unless that is so."""
-    if not is_so:
-        raise Violation(message)
 
 
 @dataclass(slots=True)
@@ -37,6 +40,14 @@ class Launch:
     is_out_of_memory: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What comes too late in a launch: the masks of these rows, and those after the guessed tokens of another one."""
+
+    late: tuple[str, ...] = ()
+    short: str = ""
+
+
 class Device:
     """The slots' contents. Launches are computed at once, as a device does its work in order."""
 
@@ -46,6 +57,7 @@ class Device:
         # In which epoch each number was computed: an epoch ends when all prefixes are forgotten.
         self.epochs = [array("b", [0]) * scope.max_seq_len for _ in range(scope.num_slots)]
         self.newest = [_NO_TOKEN] * scope.num_slots  # the token that was sampled last in each slot
+        self.states = DeviceStates(scope)
 
     def perform(self, jobs: Sequence[Job], ledger: SlotLedger, since: int = 0) -> None:
         """Performs copies and scrubs. Nothing may be copied that was computed before the epoch `since`."""
@@ -56,16 +68,17 @@ class Device:
                 require(oldest >= since, f"a prefix in slot {job.source} is copied, though it was forgotten")
                 self.contents[job.target][:end] = self.contents[job.source][:end]
                 self.epochs[job.target][:end] = self.epochs[job.source][:end]
-            else:
-                assert isinstance(job, Scrub), "these models have no recurrent states"
+            elif isinstance(job, Scrub):
                 size = max(0, job.end - job.start)
                 require(job.end <= ledger.max_seq_len, f"a scrub beyond slot {job.slot}")
                 self.contents[job.slot][job.start : job.end] = array("q", [ZERO]) * size
+            else:
+                self.states.perform(job, since)
 
     def compute(
-        self, plan: StepPlan, ledger: SlotLedger, epoch: int, placed: dict[str, int], late: str | None
+        self, plan: StepPlan, ledger: SlotLedger, epoch: int, placed: dict[str, int], masks: Masks
     ) -> list[RowResult]:
-        """Computes a plan. `late`: the request whose mask comes too late. `placed`: each request's epoch."""
+        """Computes a plan. `placed`: each request's epoch. `masks`: those that come too late in this launch."""
         results = []
         for index, row in enumerate(plan.rows):
             case = self.scope.cases[row.key.tag]
@@ -74,8 +87,9 @@ class Device:
                 row.start + row.num_new_tokens + plan.num_steps - 1 <= ledger.budget.limits[row.slot],
                 f"{case.name} writes beyond the memory of slot {row.slot}",
             )
-            drawn = self._compute_row(row, plan.num_steps, epoch)
-            results.append(self._result_of(row, drawn, is_late=case.name == late))
+            inputs, drawn = self._compute_row(row, plan.num_steps, epoch)
+            self.states.advance(plan, index, case, inputs, placed[case.name], epoch)
+            results.append(self._result_of(row, drawn, masks))
         return results
 
     def run_out_of_memory(self, plan: StepPlan) -> list[RowResult]:
@@ -83,18 +97,21 @@ class Device:
 
         The same rows come again or fail as in the engine's runner.
         """
-        num_repeated = 0 if plan.is_decode else plan.num_decode_rows
+        has_states = bool(self.states.numbers)
+        num_repeated = 0 if plan.is_decode or has_states else plan.num_decode_rows
         results = []
         for index, row in enumerate(plan.rows):
             is_repeated = index < num_repeated and not row.guess
             self._write(row, plan.num_steps, JUNK if is_repeated else NAN)
             results.append(RowResult(is_late=True) if is_repeated else RowResult(error=NO_MEMORY, has_bad_surplus=True))
+        self.states.spoil(plan)
         return results
 
     def fail(self, plan: StepPlan) -> None:
         """Breaks down in the middle of a plan: what its rows have written is NaN."""
         for row in plan.rows:
             self._write(row, plan.num_steps, NAN)
+        self.states.spoil(plan)
 
     def forget_invalid(self, ledger: SlotLedger, busy: set[int]) -> None:
         """Overwrites what the books call invalid, unless work on the slots is pending. `busy`: slots in a launch."""
@@ -110,6 +127,7 @@ class Device:
             self.epochs[slot][start:] = array("b", [0]) * size
             if slot not in busy:
                 self.newest[slot] = _NO_TOKEN
+        self.states.forget_invalid(ledger.states)
 
     def check(self, ledger: SlotLedger) -> None:
         """Checks that what warm slots offer is sound, and free ones hold no NaN, once no work on them is pending."""
@@ -141,6 +159,7 @@ class Device:
         require(
             NAN not in contents[end:], f"{case.name} computes in slot {row.slot} before NaN, which masks do not stop"
         )
+        self._check_mask(row, case)
         require(row.num_new_tokens > 0, f"{case.name} has a row without tokens")
         assert plan.reservation is not None
         require(plan.reservation.lengths[index] == row.start, f"{case.name} starts elsewhere than the books say")
@@ -149,6 +168,12 @@ class Device:
             if self.contents[shared.slot][: shared.num_tokens] != wanted[: shared.num_tokens]:
                 self._explain(shared.slot, wanted[: shared.num_tokens], f"{case.name} reads slot {shared.slot}")
 
+    def _check_mask(self, row: RowPlan, case: Case) -> None:
+        """Checks that the mask of a row is its own, and that of its next token."""
+        grammar = row.key.grammar
+        if isinstance(grammar, CountingGrammar) and row.is_sampled:
+            require(row.num_output_tokens == grammar.num_taken, f"{case.name} gets the mask of another token")
+
     def _explain(self, slot: int, wanted: "array[int]", message: str) -> None:
         for position, number in enumerate(wanted):
             found = self.contents[slot][position]
@@ -156,37 +181,40 @@ class Device:
                 names = self.scope.owner_of_number
                 raise Violation(f"{message}: token {position} is {names.get(found, 'unknown')}, not {names[number]}")
 
-    def _compute_row(self, row: RowPlan, num_steps: int, epoch: int) -> list[int]:
-        """Writes a row's tokens. Returns what was sampled: after the last of its own, each guessed one, each step."""
+    def _compute_row(self, row: RowPlan, num_steps: int, epoch: int) -> tuple[list[int], list[int]]:
+        """Writes a row's tokens. Returns these, and those sampled: after its last, each guessed one and each step."""
         salt = self.scope.cases[row.key.tag].request.options.cache_salt
         contents, epochs = self.contents[row.slot], self.epochs[row.slot]
         number = contents[row.start - 1] if row.start else first_number(salt)
         first_sampled = row.start + row.num_new_tokens - 1 - len(row.guess)
-        inputs, drawn, position = list(row.input_ids), list[int](), row.start
-        end = row.start + row.num_new_tokens + num_steps - 1
-        while position < end:
-            token = inputs.pop(0) if inputs else drawn[-1]
+        inputs, drawn = list[int](), list[int]()
+        for position in range(row.start, row.start + row.num_new_tokens + num_steps - 1):
+            index = position - row.start
+            token = row.input_ids[index] if index < row.num_new_tokens else drawn[-1]
             if token == ON_DEVICE:
                 token = self.newest[row.slot]
                 require(token != _NO_TOKEN, f"{row.key.tag} wants a token that the device does not have")
+            inputs.append(token)
             number = NAN if number == NAN or token == INVALID else next_number(number, token)
             number = NAN if number in self.scope.spoiled else number
             contents[position], epochs[position] = number, epoch
             if row.is_sampled and position >= first_sampled:
                 drawn.append(next_token(number))
-            position += 1
         if drawn:
             self.newest[row.slot] = drawn[-1]
-        return drawn
+        return inputs, drawn
 
-    def _result_of(self, row: RowPlan, drawn: list[int], is_late: bool) -> RowResult:
+    def _result_of(self, row: RowPlan, drawn: list[int], masks: Masks) -> RowResult:
         scoring = row.work.scoring
         scored = () if scoring is None else scoring.token_ids
         scores: list[TokenLogprobs] = [{token: Logprob(0.0, 1)} for token in scored]
-        if is_late and row.is_sampled:
+        grammar = row.key.grammar
+        if row.is_sampled and (row.key.tag in masks.late or (grammar is not None and not grammar.is_ready)):
             return RowResult(is_late=True, prompt_logprobs=scores)
         own = drawn
-        if row.guess:
+        if row.guess and row.key.tag == masks.short:
+            own = drawn[:1]
+        elif row.guess:
             wrong = (at for at, token in enumerate(row.guess) if drawn[at] != token)
             own = drawn[: next(wrong, len(row.guess)) + 1]
         is_bad = INVALID in own

@@ -66,18 +66,29 @@ class Oracle(Drafter):
 
 
 class CountingGrammar:
-    """Allows any text of a number of tokens. Its masks are late when the search says so."""
+    """Allows any text of a number of tokens. Its masks are late when the search says so.
 
-    def __init__(self, num_tokens: int) -> None:
+    It may say that it allows nothing but certain tokens next, which it finds out once it was asked for the first time.
+    """
+
+    def __init__(self, num_tokens: int, forced: dict[int, tuple[int, ...]]) -> None:
+        """`forced`: by numbers of tokens of the text, those that come next."""
         self.num_left = num_tokens
+        self.num_taken = 0
         self.is_ready = True
+        self._forced = forced
+        self._foresees = False
 
     def foresee(self) -> Sequence[int] | None:
-        return None
+        if not self._foresees:
+            self._foresees = True
+            return None
+        return self._forced.get(self.num_taken, ())
 
     def advance(self, token_id: int) -> bool:
         assert token_id >= _FIRST_WORD, f"the grammar is shown {token_id}, which nobody sampled"
         self.num_left -= 1
+        self.num_taken += 1
         return self.num_left == 0
 
 
@@ -95,6 +106,8 @@ class Ask:
     guesses_half: tuple[int, ...] = ()  # likewise, and the second is wrong
     guesses_wrong: tuple[int, ...] = ()  # likewise, and both are wrong
     has_grammar: bool = False
+    forced: tuple[int, ...] = ()  # numbers of answer tokens after which its grammar says the next two
+    forced_half: tuple[int, ...] = ()  # likewise, and the second is wrong
     prompt_logprobs: int | None = None
     priority: int = 0
     salt: str = ""
@@ -128,6 +141,7 @@ class Scope:
     cache_tokens: int | None = None
     max_num_batched_tokens: int = 40
     max_steps: int = 1
+    num_snapshots: int | None = None  # kept beside the recurrent states of slots; None: there are no such states
     num_ahead: int = 0  # launches begun before the results of an earlier one are taken
     num_guessed: int = 0  # tokens of a guess; 0: no speculation
     max_num_running: int | None = None
@@ -191,7 +205,7 @@ def _case_of(ask: Ask, spoiled: frozenset[int], num_tokens: int, has_guesses: bo
     answer = tokens[start : start + most]
     reason = FinishReason.STOP if ask.ends_after or ask.has_grammar else FinishReason.LENGTH
     if INVALID in answer or numbers[start - 1] == NAN:
-        answer, reason = answer[: answer.index(INVALID)], FinishReason.ABORT
+        answer, reason = answer[: answer.index(INVALID)] if answer else (), FinishReason.ABORT
     end_tokens = frozenset(answer[-1:]) if ask.ends_after else frozenset()
     assert len(set(answer)) == len(answer), f"{ask.name}: a token occurs twice, so its end would not be clear"
     request = Request(
@@ -201,16 +215,29 @@ def _case_of(ask: Ask, spoiled: frozenset[int], num_tokens: int, has_guesses: bo
         ask.max_tokens,
         0,
         end_tokens,
-        partial(CountingGrammar, most) if ask.has_grammar else None,
+        partial(CountingGrammar, most, _guesses(tokens[start:], ask.forced, ask.forced_half))
+        if ask.has_grammar
+        else None,
         ask.prompt_logprobs,
         RequestOptions(priority=ask.priority, cache_salt=ask.salt, tenant=ask.tenant, timeout=ask.timeout),
     )
+    if ask.has_grammar:
+        forced = _guesses(tokens[start:], ask.forced, ask.forced_half)
+        request = replace(request, new_grammar=partial(CountingGrammar, most, forced))
     if has_guesses:
-        guesses = {start + at: tokens[start + at : start + at + 2] for at in ask.guesses_right}
-        guesses |= {start + at: (tokens[start + at], WRONG) for at in ask.guesses_half}
-        guesses |= dict.fromkeys((start + at for at in ask.guesses_wrong), (WRONG, WRONG))
-        request = replace(request, new_drafter=partial(Oracle, guesses))
+        guesses = _guesses(tokens[start:], ask.guesses_right, ask.guesses_half, ask.guesses_wrong)
+        by_length = {start + at: guess for at, guess in guesses.items()}
+        request = replace(request, new_drafter=partial(Oracle, by_length))
     return Case(request, tokens, numbers, answer, reason)
+
+
+def _guesses(
+    answer: Sequence[int], right: Sequence[int], half: Sequence[int], wrong: Sequence[int] = ()
+) -> dict[int, tuple[int, ...]]:
+    """Guesses at two tokens, by numbers of tokens of the answer: those that come, one that comes, none."""
+    guesses = {at: tuple(answer[at : at + 2]) for at in right}
+    guesses |= {at: (answer[at], WRONG) for at in half}
+    return guesses | dict.fromkeys(wrong, (WRONG, WRONG))
 
 
 WRONG = 7

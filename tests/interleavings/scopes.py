@@ -37,7 +37,6 @@ LEADERS = Scope(
     ),
     max_num_batched_tokens=70,
     num_aborts=1,
-    num_out_of_memory=1,
 )
 OVERLAP = Scope(
     "overlap",
@@ -98,7 +97,7 @@ GUESSES = Scope(
 FORCED = Scope(
     "forced",
     (
-        Ask("a", prompt(48, 1, 62), 6, guesses_right=(0, 3), has_grammar=True),
+        Ask("a", prompt(48, 1, 62), 8, guesses_right=(1,), has_grammar=True, forced=(4,), forced_half=(2,)),
         Ask("b", prompt(48, 2, 62), 5, guesses_half=(0,), guesses_wrong=(2,)),
         Ask("c", prompt(62, 1, 100), 4, guesses_right=(1,)),
     ),
@@ -108,6 +107,28 @@ FORCED = Scope(
     num_aborts=1,
     num_late=1,
 )
+PROMPTS = Scope(
+    "prompts",
+    (Ask("a", A, 0), Ask("b", B, 0, prompt_logprobs=1), Ask("c", C, 3), Ask("d", A, 0, spoiled=((),))),
+    num_slots=2,
+    max_num_batched_tokens=60,
+    max_steps=2,
+    num_ahead=1,
+)
+APART = Scope(
+    "apart",
+    (
+        Ask("a", prompt(48, 1, 62), 4, priority=1),
+        Ask("b", prompt(48, 1, 62), 4),
+        Ask("c", prompt(48, 1, 62), 0),
+        Ask("d", prompt(62, 1, 100), 3),
+    ),
+    cache_tokens=64 * 4,
+    max_num_batched_tokens=64,
+    policy=Policy(enable_prefix_caching=False, preempt_after=1),
+    num_aborts=1,
+)
+ALONE = replace(APART, name="alone", asks=APART.asks[1:], num_snapshots=2)
 STEPS = Scope(
     "steps",
     (
@@ -125,8 +146,7 @@ GRAMMARS = Scope(
     (Ask("a", A, 2, has_grammar=True), Ask("b", B, 3, ends_after=2), Ask("c", A, 2, has_grammar=True)),
     num_slots=2,
     num_ahead=1,
-    num_late=1,
-    num_out_of_memory=1,
+    num_late=2,
 )
 SALTS = Scope(
     "salts",
@@ -147,7 +167,7 @@ FORGETTING = Scope(
 )
 CRASHES = Scope(
     "crashes",
-    (Ask("a", A, 2), Ask("b", B, 2, spoiled=((),)), Ask("c", C, 2), Ask("d", A, 1)),
+    (Ask("a", A, 2), Ask("b", B, 2, spoiled=((),)), Ask("c", C, 2)),
     num_slots=3,
     max_num_running=2,
     num_ahead=1,
@@ -170,12 +190,12 @@ QUEUE = Scope(
 
 FULL = (
     *(ORDER, LEADERS, OVERLAP, HOLDS, MEMORY, LITTLE, PRIORITIES, GUESSES, FORCED, STEPS, GRAMMARS, SALTS, FORGETTING),
-    *(CRASHES, QUEUE),
+    *(CRASHES, QUEUE, PROMPTS, APART, ALONE),
 )
 EVERYDAY = (MEMORY, GUESSES, SALTS)
 LARGE = (
     replace(ORDER, name="order, large", num_aborts=2, num_rests=1, num_resets=1),
-    replace(LEADERS, name="leaders, large", num_aborts=2, num_resets=1),
+    replace(LEADERS, name="leaders, large", num_aborts=2, num_resets=1, num_out_of_memory=1),
     replace(OVERLAP, name="overlap, large", num_aborts=2, num_holds=1, num_resets=1),
     replace(MEMORY, name="memory, large", num_aborts=2, num_ahead=1, max_steps=2, num_out_of_memory=1),
     replace(LITTLE, name="little, large", num_aborts=2, num_holds=1, num_out_of_memory=1, max_steps=3),
@@ -183,9 +203,14 @@ LARGE = (
     replace(GUESSES, name="guesses, large", num_aborts=2, num_holds=1, num_resets=1, num_slots=3),
     replace(FORCED, name="forced, large", num_aborts=2, num_holds=1, num_late=2, num_out_of_memory=1),
     replace(STEPS, name="steps, large", num_aborts=2, num_holds=1, num_resets=1, num_slots=3),
-    replace(GRAMMARS, name="grammars, large", num_late=2, num_aborts=1),
+    replace(GRAMMARS, name="grammars, large", num_late=3, num_aborts=1, num_out_of_memory=1),
     replace(SALTS, name="salts, large", num_aborts=1, num_resets=1, num_rests=2, num_slots=3),
     replace(FORGETTING, name="forgetting, large", num_aborts=1, num_resets=2),
-    replace(CRASHES, name="crashes, large", num_crashes=2, num_aborts=1, max_steps=2),
+    replace(
+        CRASHES, name="crashes, large", asks=(*CRASHES.asks, Ask("d", A, 1)), num_crashes=2, num_aborts=1, max_steps=2
+    ),
+    replace(PROMPTS, name="prompts, large", num_aborts=2, num_out_of_memory=1, num_resets=1),
+    replace(APART, name="apart, large", num_aborts=2, num_out_of_memory=1, max_steps=2, num_ahead=1),
+    replace(ALONE, name="alone, large", asks=APART.asks, num_aborts=2, num_out_of_memory=1, num_crashes=1),
     replace(QUEUE, name="queue, large", num_ticks=3, num_aborts=1, num_slots=2),
 )

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.plan import StepPlan
-from tests.interleavings.device import Violation
 from tests.interleavings.scope import Scope
 from tests.interleavings.states import fingerprint, freeze, thaw
+from tests.interleavings.violation import Violation
 from tests.interleavings.world import Impossible, World
 from tests.scheduler.fake_engine import assert_nothing_is_left
 
@@ -82,7 +82,7 @@ def search(scope: Scope, max_states: int | None = None, compare_every: int | Non
         fair_action = world.fair_action
         if fair_action is None:
             _check_end(scope, known, number, frozen)
-        for action, following in _follow(scope, known, number, frozen):
+        for action, following in _follow(scope, known, number, frozen, world):
             found.num_actions += 1
             print_ = fingerprint(following)
             reached = known.numbers.get(print_)
@@ -105,10 +105,11 @@ def search(scope: Scope, max_states: int | None = None, compare_every: int | Non
     return found
 
 
-def _follow(scope: Scope, known: _Known, number: int, frozen: bytes) -> Iterator[tuple[str, World]]:
-    """Everything that may happen in a state, and the world after each."""
-    for action in list(thaw(frozen).actions()):
-        world = thaw(frozen)
+def _follow(scope: Scope, known: _Known, number: int, frozen: bytes, state: World) -> Iterator[tuple[str, World]]:
+    """Everything that may happen in a state, and the world after each. `state`: the frozen one, which changes."""
+    actions = list(state.actions())
+    for left, action in zip(reversed(range(len(actions))), actions, strict=True):
+        world = thaw(frozen) if left else state
         try:
             world.perform(action)
             world.check()
@@ -121,7 +122,8 @@ def _follow(scope: Scope, known: _Known, number: int, frozen: bytes) -> Iterator
 
 def _compare(scope: Scope, known: _Known, ways: dict[str, int], number: int, frozen: bytes) -> None:
     """Checks that a state that was reached again leads where it did the first time."""
-    found = {action: known.numbers.get(fingerprint(world)) for action, world in _follow(scope, known, number, frozen)}
+    following = _follow(scope, known, number, frozen, thaw(frozen))
+    found = {action: known.numbers.get(fingerprint(world)) for action, world in following}
     differing = [action for action in {**found, **ways} if found.get(action) != ways.get(action)]
     if differing:
         error = Violation(f"states with the same fingerprint differ after {differing}")

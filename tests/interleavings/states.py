@@ -26,9 +26,9 @@ from chairlift.scheduler.lazy_heap import LazyHeap
 from tests.interleavings.scope import Case, Oracle, Scope
 from tests.interleavings.world import World
 
-_CONSTANT = (Case, Oracle, Policy, Request, RequestOptions, SamplingParams, Scope, FunctionType, partial)
+_CONSTANT = {Case, Oracle, Policy, Request, RequestOptions, SamplingParams, Scope, FunctionType, partial}
 _LOCK = type(threading.RLock())
-_ATOMS = (type(None), bool, int, float, str, bytes)
+_ATOMS = {type(None), bool, int, float, str, bytes}
 
 # By class: attributes on which nothing depends that happens later.
 _LEFT_OUT = {
@@ -38,6 +38,8 @@ _LEFT_OUT = {
     # The trees follow from the entries, which `check` compares with them; numbers are for drafters that search slots.
     "PrefixIndex": {"_roots", "_num_inserted"},
     "_Entry": {"number"},
+    # Told to observers.
+    "StateReuse": {"_distances"},
     # Set for good, or, in what speculation learns, without effect on oracles.
     "Scheduler": {"_clock", "_max_num_batched_tokens", "_max_num_running", "_max_steps_per_launch", "speculation"},
     # Counts for observers, and the rate at which requests start, which is told to those that are refused.
@@ -114,15 +116,15 @@ def thaw(frozen: bytes) -> World:
 def fingerprint(world: World) -> bytes:
     """Equal for two worlds in which the same can happen with the same outcome."""
     has_tenants = len({case.request.options.tenant for case in world.scope.cases.values()}) > 1
-    walk = _Walk({} if has_tenants else _OF_TENANTS)
-    return blake2b(marshal.dumps(walk.of(world), 2), digest_size=16).digest()
+    return blake2b(marshal.dumps(_Walk(has_tenants).of(world), 2), digest_size=16).digest()
 
 
 class _Walk:
     """One walk through the objects that a world reaches. An object that is met again is named by its number."""
 
-    def __init__(self, left_out: dict[str, set[str]]) -> None:
-        self._left_out = left_out
+    def __init__(self, has_tenants: bool) -> None:
+        self._left_out = {} if has_tenants else _OF_TENANTS
+        self._attributes = _ATTRIBUTES[has_tenants]
         self._numbers: dict[int, int] = {}
 
     def of(self, obj: Any) -> Any:
@@ -131,9 +133,10 @@ class _Walk:
         if kind in _ATOMS:
             return obj
         if kind in (list, tuple, deque):
-            return _packed(obj) or tuple(map(self.of, obj))
+            return _packed(obj) or tuple([each if type(each) in _ATOMS else self.of(each) for each in obj])
         if isinstance(obj, dict):
-            return tuple((key, self.of(value)) for key, value in obj.items())
+            items = obj.items()
+            return tuple([(key, value if type(value) in _ATOMS else self.of(value)) for key, value in items])
         if kind in _CONSTANT:
             return id(obj)
         known = _WAYS.get(kind)
@@ -147,19 +150,26 @@ class _Walk:
             return known
         self._numbers[id(obj)] = len(self._numbers)
         kind: type = type(obj)
-        name = kind.__name__
-        names = (*_slots_of(kind), *getattr(obj, "__dict__", ()))
-        left_out = _LEFT_OUT.get(name, _NOTHING) | self._left_out.get(name, _NOTHING)
-        unordered = _UNORDERED.get(name, _NOTHING)
-        parts = [name]
-        for each in names:
-            if each in left_out:
-                continue
+        parts: list[Any] = [kind.__name__]
+        for each, is_unordered in self._attributes_of(kind, tuple(getattr(obj, "__dict__", ()))):
             value: Any = getattr(obj, each, None)
-            if each == "num_preemptions":  # whether there were any is all that counts
+            if type(value) not in _ATOMS:
+                value = self.of(dict(sorted(value.items())) if is_unordered else value)
+            elif each == "num_preemptions":  # whether there were any is all that counts
                 value = bool(value)
-            parts.append(self.of(dict(sorted(value.items())) if each in unordered else value))
+            parts.append(value)
         return tuple(parts)
+
+    def _attributes_of(self, kind: type, in_dict: tuple[str, ...]) -> list[tuple[str, bool]]:
+        """Names the attributes of an object that matter, each with whether its order does not."""
+        known = self._attributes.get((kind, in_dict))
+        if known is None:
+            left_out = _LEFT_OUT.get(kind.__name__, _NOTHING) | self._left_out.get(kind.__name__, _NOTHING)
+            unordered = _UNORDERED.get(kind.__name__, _NOTHING)
+            names = (*_slots_of(kind), *in_dict)
+            known = [(each, each in unordered) for each in names if each not in left_out]
+            self._attributes[kind, in_dict] = known
+        return known
 
     def _of_heap(self, heap: LazyHeap[Any]) -> Any:
         """The members in their order. Keys of entries, and entries of members that have left, have no effect."""
@@ -169,6 +179,8 @@ class _Walk:
 
 
 _NOTHING: set[str] = set()
+# By whether there are tenants: the attributes that matter, by class and by what its instance has in its dictionary.
+_ATTRIBUTES: dict[bool, dict[tuple[type, tuple[str, ...]], list[tuple[str, bool]]]] = {False: {}, True: {}}
 _WAYS: dict[type, Callable[[_Walk, Any], Any]] = {
     set: lambda _, obj: tuple(sorted(obj)),
     frozenset: lambda _, obj: tuple(sorted(obj)),

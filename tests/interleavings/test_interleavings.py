@@ -4,6 +4,7 @@ import pytest
 
 from tests.interleavings.scope import Scope
 from tests.interleavings.scopes import EVERYDAY, FULL, GUESSES, MEMORY, SALTS
+from tests.interleavings.scopes_of_states import JUNCTIONS, REPLAYS, STATES, SURPLUS, WAYPOINTS
 from tests.interleavings.search import search
 
 MOST_STEPS = 20  # until the end of all requests of a scope, if nothing else comes
@@ -13,14 +14,17 @@ def names(scopes: tuple[Scope, ...]) -> list[str]:
     return [scope.name for scope in scopes]
 
 
-@pytest.mark.parametrize("scope", EVERYDAY, ids=names(EVERYDAY))
+_SMALLEST = (*EVERYDAY, WAYPOINTS, SURPLUS)
+
+
+@pytest.mark.parametrize("scope", _SMALLEST, ids=names(_SMALLEST))
 def test_every_state_of_a_small_scope_is_sound(scope: Scope) -> None:
     found = search(scope)
     assert found.is_complete
     assert found.longest_way <= MOST_STEPS
 
 
-_FURTHER = tuple(scope for scope in FULL if scope not in EVERYDAY)
+_FURTHER = tuple(scope for scope in (*FULL, *STATES) if scope not in _SMALLEST)
 
 
 @pytest.mark.slow
@@ -31,7 +35,10 @@ def test_every_state_of_a_further_scope_is_sound(scope: Scope) -> None:
     assert found.longest_way <= MOST_STEPS
 
 
+_COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", [GUESSES, MEMORY, SALTS], ids=names((GUESSES, MEMORY, SALTS)))
+@pytest.mark.parametrize("scope", _COMPARED, ids=names(_COMPARED))
 def test_equal_states_lead_to_equal_states(scope: Scope) -> None:
     assert search(scope, compare_every=4).num_compared >= 100

@@ -13,7 +13,20 @@ from chairlift.scheduler import RequestState, Scheduler, TokenEvent
 from chairlift.scheduler import finding as finding_module
 from chairlift.scheduler.placement import Placement
 from tests.interleavings.scope import Scope
-from tests.interleavings.scopes import FORGETTING, GUESSES, LEADERS, MEMORY, ORDER, OVERLAP, SALTS, STEPS
+from tests.interleavings.scopes import (
+    APART,
+    FORCED,
+    FORGETTING,
+    GRAMMARS,
+    GUESSES,
+    LEADERS,
+    MEMORY,
+    ORDER,
+    OVERLAP,
+    PROMPTS,
+    SALTS,
+    STEPS,
+)
 from tests.interleavings.search import Counterexample, search
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -130,6 +143,38 @@ def admit_always(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Placement, "has_memory_for", lambda *_: True)
 
 
+def answer_prompts(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that is to be computed and no more gets a token."""
+    accept = RequestState.accept
+
+    def accept_one(self: RequestState, sampled: list[int], *more: Any) -> list[int]:
+        self.max_tokens = max(self.max_tokens, 1)
+        return accept(self, sampled, *more)
+
+    patch.setattr(RequestState, "accept", accept_one)
+
+
+def keep_all(patch: pytest.MonkeyPatch) -> None:
+    """Slots stay warm, whether or not prefixes are reused."""
+    patch.setattr(PrefixIndex, "__contains__", lambda *_: True)
+
+
+def plan_ahead(patch: pytest.MonkeyPatch) -> None:
+    """A row is planned while the token is pending that its mask depends on."""
+    patch.setattr(RequestState, "can_be_planned", property(lambda self: self.num_remaining > 0))
+
+
+def trust_grammars(patch: pytest.MonkeyPatch) -> None:
+    """What a grammar forces is not verified."""
+    step_back = Placement.step_back
+
+    def step_back_others(self: Placement, request: RequestState, num_tokens: int) -> None:
+        if request.grammar is None:
+            step_back(self, request, num_tokens)
+
+    patch.setattr(Placement, "step_back", step_back_others)
+
+
 THREE = replace(LEADERS, asks=LEADERS.asks[:3], num_out_of_memory=0)  # all of its states must be known here
 
 DEFECTS = [
@@ -145,6 +190,10 @@ DEFECTS = [
     (forget_surplus, GUESSES, "before NaN, which masks do not stop"),
     (ignore_salts, SALTS, "token 0 is token 0 of a, not token 0 of b"),
     (forget_too_little, FORGETTING, "is copied, though it was forgotten"),
+    (answer_prompts, PROMPTS, "b hears"),
+    (keep_all, APART, "a slot is warm though nothing is reused"),
+    (plan_ahead, GRAMMARS, "gets the mask of another token"),
+    (trust_grammars, FORCED, "token 65 is unknown, not token 65 of a"),
     (admit_always, MEMORY, "was given a slot without memory"),
 ]
 

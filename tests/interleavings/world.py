@@ -7,14 +7,18 @@ same parts; the rest of the engine adds nothing to the books.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import StepPlan
 from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent
-from tests.interleavings.device import NO_MEMORY, Device, Launch, require
+from tests.interleavings.device import NO_MEMORY, Device, Launch, Masks
+from tests.interleavings.device_states import check_junctions
 from tests.interleavings.scope import Case, CountingGrammar, Scope
+from tests.interleavings.violation import require
 
 STEP = "step"
 
@@ -52,7 +56,11 @@ class World:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.clock = Clock()
-        self.ledger = SlotLedger(scope.num_slots, scope.max_seq_len, scope.cache_tokens)
+        states = None
+        if scope.num_snapshots is not None:
+            max_tentative = max(PROMPT_TAIL, scope.num_guessed + 1)  # as the engine does
+            states = StateBooks(scope.num_slots, max_tentative, scope.num_snapshots, row_bytes=1)
+        self.ledger = SlotLedger(scope.num_slots, scope.max_seq_len, scope.cache_tokens, states)
         self.scheduler = Scheduler(
             self.ledger,
             scope.max_num_batched_tokens,
@@ -144,6 +152,7 @@ class World:
                 self._spend("rest")
                 self.scheduler.placement.trim()
                 self._settle()
+                self.device.states.check_freed(self.ledger.states)
             case _:
                 raise ValueError(action)
         self._look_around()
@@ -163,6 +172,13 @@ class World:
                 slot = running[name].slot
                 assert slot is not None
                 self.device.check_slot(slot, running[name].num_computed, self.scope.cases[name])
+        owners = {
+            request.slot: self.scope.cases[name]
+            for name, request in running.items()
+            if request.slot is not None and request.slot not in in_doubt
+        }
+        index = self.scheduler.placement._index
+        self.device.states.check(self.ledger, index, owners, is_in_flight=bool(self.launches))
         if not self.has_work:
             require(not self.ledger.claimed, "a slot is claimed, and there is no work")
 
@@ -179,9 +195,12 @@ class World:
         if self.left["crash"]:
             yield "step crash"
         if self.left["late"]:
-            for request in self.scheduler.running:
-                if request.grammar is not None:
-                    yield f"step late {request.request_id}"
+            names = [request.request_id for request in self.scheduler.running if request.grammar is not None]
+            for num_late in range(1, min(self.left["late"], len(names)) + 1):
+                for late in combinations(names, num_late):
+                    yield f"step late {' '.join(late)}"
+            if self.scope.num_guessed:
+                yield from (f"step short {name}" for name in names)
 
     def _step(self, event: str) -> StepPlan | None:
         """A step, in which something may go wrong; "land" takes the results of the oldest launch and no more."""
@@ -207,7 +226,9 @@ class World:
         if not plan.rows:
             return _without_plan(event)
         self._check_size(plan)
+        marks = {request.request_id: request.state_marks for request in self.scheduler.running}
         plan = self.scheduler.advance(plan)
+        check_junctions(plan, marks, self.scheduler, self.ledger)
         self.device.perform(plan.jobs[:num_owed], self.ledger)
         self.device.perform(plan.jobs[num_owed:], self.ledger, since=self.epoch)
         if event == "crash":
@@ -219,16 +240,25 @@ class World:
             self._spend(event)
             self._run_out_of_memory(plan)
         else:
-            late = event.removeprefix("late ") if event else None
-            results = self.device.compute(plan, self.ledger, self.epoch, self.epoch_of, late)
-            if late is not None:
-                self._spend("late")
-                if not any(result.is_late for result in results):
-                    raise Impossible
-                self._grammar_of(late).is_ready = False
+            results = self.device.compute(plan, self.ledger, self.epoch, self.epoch_of, self._masks(plan, event))
             self.launches.append(Launch(plan, results))
         self.ledger.performed(len(plan.jobs))
         return plan
+
+    def _masks(self, plan: StepPlan, event: str) -> Masks:
+        """Notes which masks are late in a launch. `Impossible` if its rows need none of them."""
+        what, _, names = event.partition(" ")
+        by_name = {row.key.tag: row for row in plan.rows if row.is_sampled}
+        masks = Masks(late=tuple(names.split())) if what == "late" else Masks(short=names)
+        is_needed = not masks.short or (masks.short in by_name and by_name[masks.short].guess)
+        if not is_needed or any(name not in by_name for name in masks.late):
+            raise Impossible
+        for name in masks.late:
+            self._spend("late")
+            self._grammar_of(name).is_ready = False
+        if masks.short:
+            self._spend("late")
+        return masks
 
     def _run_out_of_memory(self, plan: StepPlan) -> None:
         results = self.device.run_out_of_memory(plan)

@@ -359,7 +359,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     scheduler.reset_prefix_cache()
     index = placement._index
     assert (index._roots, index._entries) == ({}, {})
-    assert slots.states is None or not len(slots.states.snapshots)
+    assert slots.states is None or not len(slots.states.snapshots), "a state is kept, though it was forgotten"
     assert (slots.warm, slots._in_flight, slots._common._prefixes) == ({}, {}, {})
     assert slots.num_free == slots.num_slots
 

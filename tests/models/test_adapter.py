@@ -85,7 +85,7 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ),
         ("Phimoe", {"max_position_embeddings": -64}, "max_position_embeddings must be at least 1, not -64"),
         *(
-            ("Phimoe", {"num_local_experts": 2, "sliding_window": window}, "sliding_window must be a whole number")
+            ("Starcoder2", {"sliding_window": window}, "sliding_window must be a whole number")
             for window in (-65535, 2**31)
         ),
     ],
@@ -113,7 +113,7 @@ def test_a_window_that_covers_the_context_is_no_obstacle(tmp_path: Path, window:
     ("name", "is_missing", "said"),
     [
         ("model.norm.weight", True, "the checkpoint lacks model.norm.weight"),
-        ("model.norm.bias", False, "the checkpoint has tensors that this model has no place for: model.norm.bias"),
+        ("model.norm.scale", False, "the checkpoint has tensors that this model has no place for: model.norm.scale"),
         ("model.layers.1.block_sparse_moe.experts.2.w1.weight", True, "cannot be loaded: "),
     ],
 )

@@ -94,7 +94,12 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "phimoe, window of the context": {"num_local_experts": 4, "sliding_window": 512, "pad_token_id": 0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0},
     "apertus, longrope": longrope(FACTORS[0][:8], [2.0] * 8),
-    "cohere2, dynamic rope": {"pad_token_id": 0, "rope_parameters": DYNAMIC, "layer_types": ["full_attention"] * 3},
+    "cohere2, dynamic rope": {
+        "logit_scale": 0.25,
+        "pad_token_id": 0,
+        "rope_parameters": DYNAMIC,
+        "layer_types": ["full_attention"] * 3,
+    },
 }
 
 NATIVE_CASES = [pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES]

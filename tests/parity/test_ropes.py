@@ -35,7 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "olmo3": {"layer_types": LAYER_TYPES},
     "mixtral": {"num_local_experts": 4},
-    "phimoe": {"num_local_experts": 4, "pad_token_id": 0, "sliding_window": None},
 }
 WRITTEN = ("rope_parameters", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -177,8 +176,9 @@ def test_a_scaled_rope_over_a_part_fails_there_and_is_refused(
 
 
 @pytest.mark.parametrize("length", [32, 100])
-def test_the_decoders_in_transformers_code_end_where_longrope_does(directory: Path, length: int) -> None:
-    path, config = base(directory, "phimoe")
-    write_config(path, config, rope_scaling=LISTS, original_max_position_embeddings=length)
-    assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == 128
-    assert open_checkpoint(str(path)).config.max_position_embeddings == length
+def test_the_decoders_in_transformers_code_end_where_longrope_does(tmp_path: Path, length: int) -> None:
+    make_checkpoint(tmp_path, model_type="apertus", hidden_size=128, max_position_embeddings=128)
+    config = {name: value for name, value in read_config(tmp_path).items() if name not in WRITTEN}
+    write_config(tmp_path, config, rope_scaling=LISTS, original_max_position_embeddings=length)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 128
+    assert open_checkpoint(str(tmp_path)).config.max_position_embeddings == length

@@ -2,30 +2,36 @@
 
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import ExpertGatingFuncType, GGUFWriter, dequantize, quantize
 from safetensors.torch import load_file
 
 from chairlift import LLM
 from chairlift.config import DType
-from chairlift.models import InvariantForward, PiecewiseForward, load_model, open_checkpoint
+from chairlift.models import InvariantForward, PiecewiseForward, TorchForward, load_model, open_checkpoint
 from chairlift.models.attention import Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
+from chairlift.models.grouped import GroupedWeight
 from chairlift.models.parallel import find_split_obstacle
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
+from tests.support.gguf_files import Kind, write_model
 from tests.support.kernels import needs_kernels
 
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 32}
 SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 56}
+OLMOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "hidden_size": 128}
 LOCAL: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32}
 GRANITE: dict[str, Any] = {
     "num_local_experts": 6,
@@ -47,11 +53,11 @@ GLM: dict[str, Any] = {
 # A name begins with the model type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**LOCAL, "sliding_window": 62},
-    "olmoe": {**EXPERTS, "hidden_size": 128},
-    "olmoe, normalised": {**EXPERTS, "hidden_size": 128, "norm_topk_prob": True, "tie_word_embeddings": True},
+    "olmoe": OLMOE,
+    "olmoe, normalised": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
     "qwen2_moe": {**SHARED, "hidden_size": 128},
     "qwen3_moe": EXPERTS,
-    "qwen3_moe, some layers dense": {
+    "qwen3_moe, one layer dense": {
         **EXPERTS,
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
@@ -78,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "hidden_size": 128,
         "num_dense_layers": 1,
+        "tie_word_embeddings": True,
         "layer_types": ["conv", "full_attention", "conv"],
         "routed_scaling_factor": 0.8,
     },
@@ -163,7 +170,7 @@ def test_native_logits_are_those_of_transformers_with_the_same_bits_in_every_mix
 def test_native_answers_are_those_of_transformers_with_guesses(directory: Path) -> None:
     path, reference = checkpoint(directory, "qwen3_moe")
     prompts = random_prompts(6, [3, 40, 17])
-    engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "speculation": True}
+    engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "speculation": "ngram"}
     with LLM(str(path), attention_backend="cpu", max_seq_len=SLOT_LEN, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
@@ -194,7 +201,7 @@ def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
     [
         ("qwen3_moe", {"num_local_experts": 9}, "lacks model.layers.0.mlp.experts.8.down_proj.weight"),
         ("qwen3_moe", {"num_local_experts": 7}, "no place for: model.layers.0.mlp.experts.7.down_proj.weight"),
-        ("qwen3_moe", {"num_local_experts": 4096}, "its layers have 12288 experts, and the weights have 107 matrices"),
+        ("qwen3_moe", {"num_local_experts": 4096}, "its layers have 12288 experts, and the weights have 102 matrices"),
         ("qwen3_moe", {"num_local_experts": 0}, "it has 0 experts, which must be 1 to 4096"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts cannot be chosen"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "its experts must have at least 1 inner feature, not 0"),
@@ -228,3 +235,62 @@ def test_a_stack_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_experts_are_not_divided_among_devices(directory: Path) -> None:
     opened = open_checkpoint(str(checkpoint(directory, "qwen3_moe")[0]))
     assert find_split_obstacle(opened, 2) == "its experts are not divided among devices"
+
+
+GGUF = [family for family in FAMILIES if family not in ("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias")]
+"""Families as llama.cpp has them: it normalises the weights of some always, and of others never."""
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("family", GGUF)
+def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, family: str, backend: str) -> None:
+    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
+    fields |= {"mlp_only_layers": []} if family == "qwen3_moe, one layer dense" else {}
+    reference = make_checkpoint(tmp_path, seed=3, **fields)
+    opened = open_checkpoint(str(write_model(reference, tmp_path / "model.gguf")))
+    assert opened.config.architecture == reference.config.architectures[0]
+    model = load_model(opened, DType.FLOAT32, "cpu", SLOT_LEN)
+    forward = TorchForward(model, TorchBackend(model.config.attention)) if backend == "torch" else None
+    bench = Bench(model.config, model.dtype, forward or CpuDecoder(model, SLOT_LEN))
+    (tokens,) = random_prompts(4, [100])
+    assert_near(bench.run([Row(2, tokens)])[0], reference_logits(reference, tokens))
+
+
+def test_each_expert_of_a_gguf_file_keeps_its_type(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, model_type="qwen3_moe", **{**EXPERTS, "moe_intermediate_size": 64})
+    kinds = {"ffn_gate_exps": Kind.Q4_0, "ffn_up_exps": Kind.Q8_0, "ffn_down_exps": Kind.Q5_1, "": Kind.Q8_0}
+    reader = open_checkpoint(str(write_model(reference, tmp_path / "model.gguf", kinds))).open_weights()
+    stored = dict(reference.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"].detach()[5, 64:]
+    read = reader.read("model.layers.1.mlp.experts.5.up_proj.weight")
+    assert isinstance(read, GroupedWeight)
+    assert torch.equal(read.dequantize(), torch.from_numpy(dequantize(quantize(stored.numpy(), Kind.Q8_0), Kind.Q8_0)))
+    formats = [reader.tensors[f"model.layers.1.mlp.experts.5.{part}_proj.weight"].groups for part in ("gate", "down")]
+    assert [each and each.num_bits for each in formats] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda writer: writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID),
+            "a router of kind 2 is not supported",
+        ),
+        (lambda writer: writer.add_expert_group_count(4), "expert_group_count (4) is not supported"),
+        (lambda writer: writer.add_tensor("blk.1.ffn_up_exps.bias", np.ones(5, np.float32)), "are no stacked matrices"),
+        (
+            lambda writer: writer.add_tensor("blk.1.ffn_up_exps.bias", np.ones((8, 40), np.float32)),
+            "no place for: model.layers.1.mlp.experts.0.up_proj.bias",
+        ),
+    ],
+)
+def test_gguf_files_that_make_no_mixture_are_refused(
+    tmp_path: Path, change: Callable[[GGUFWriter], object], said: str
+) -> None:
+    def add_more(writer: GGUFWriter) -> None:
+        writer.add_token_list([f"t{i}" for i in range(320)])
+        change(writer)
+
+    reference = make_checkpoint(tmp_path, model_type="qwen3_moe", **EXPERTS)
+    message = refusal(write_model(reference, tmp_path / "model.gguf", tokenizer=add_more))
+    assert said in message
+    assert "\n" not in message

@@ -24,7 +24,7 @@ from gguf import (
 )
 from tokenizers import Tokenizer as BackendTokenizer
 
-from tests.support import gguf_recurrent
+from tests.support import gguf_mixtures, gguf_recurrent
 
 Kind = GGMLQuantizationType
 Array = npt.NDArray[np.float32]
@@ -41,7 +41,7 @@ _ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
 }
-_REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
+_REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE)
 _NO_PRODUCTS = ("ssm_a", "ssm_d", "ssm_norm", "conv1d", "shortconv.conv")  # which the converter keeps in F32
 _GEMMA = (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3)
 
@@ -70,7 +70,8 @@ def write_model(
     `kind`: the type of its matrices, or types by what is in their names, of which the first counts.
     """
     config = model.config
-    architecture = (_ARCHITECTURES | gguf_recurrent.ARCHITECTURES)[config.model_type]
+    known = _ARCHITECTURES | gguf_mixtures.ARCHITECTURES | gguf_recurrent.ARCHITECTURES
+    architecture = known[config.model_type]
     is_recurrent = config.model_type in gguf_recurrent.ARCHITECTURES
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = new_writer(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
@@ -81,12 +82,19 @@ def write_model(
         _add_family(writer, config, architecture)
         for name, factors in _rope_factors(config).items():
             writer.add_tensor(name, np.array(factors, dtype=np.float32))
+    if gguf_mixtures.num_experts_of(config):
+        gguf_mixtures.add_experts(writer, config, architecture)
     (tokenizer or (lambda each: each.add_token_list([f"t{i}" for i in range(config.vocab_size)])))(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = weight.float().numpy()
+        if of_experts := list(gguf_mixtures.converted(name, data, config)):
+            for own_name, part in of_experts:
+                stored = _kind_of(own_name, kind) if part.ndim > 1 and "gate_inp" not in own_name else Kind.F32
+                writer.add_tensor(own_name, _encoded(part, stored), raw_dtype=stored)
+            continue
         pairs = [(name, _converted(name, data, config, architecture))] if not is_recurrent else None
         for named, part in pairs or gguf_recurrent.converted(name, data, config, architecture):
             written = names.get_name(named, try_suffixes=(".weight", ".bias"))
@@ -104,7 +112,7 @@ def _encoded(data: Array, kind: Kind) -> npt.NDArray[Any]:
         return gguf.quantize(data, kind)
     except NotImplementedError:
         num_elements, num_bytes = GGML_QUANT_SIZES[kind]
-        return np.zeros((len(data), data.shape[1] // num_elements * num_bytes), dtype=np.uint8)
+        return np.zeros((*data.shape[:-1], data.shape[-1] // num_elements * num_bytes), dtype=np.uint8)
 
 
 def _kind_of(name: str, kind: Kind | dict[str, Kind]) -> Kind:
@@ -149,7 +157,7 @@ def _add_family(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
     if architecture is MODEL_ARCH.GEMMA2:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture is MODEL_ARCH.GRANITE:
+    if architecture in (MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -12,11 +12,15 @@ Array = npt.NDArray[np.float32]
 ARCHITECTURES = {
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "lfm2": MODEL_ARCH.LFM2,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
 }
 
+_QWEN35 = (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE)
+_LFM2 = (MODEL_ARCH.LFM2, MODEL_ARCH.LFM2MOE)
 _MAMBA = (MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.GRANITE_HYBRID, MODEL_ARCH.FALCON_H1)
 
 
@@ -35,7 +39,7 @@ def add_sizes(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> None
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     num_kv_heads = config.num_key_value_heads
-    if architecture not in (MODEL_ARCH.QWEN35, MODEL_ARCH.FALCON_H1):
+    if architecture not in (*_QWEN35, MODEL_ARCH.FALCON_H1):
         writer.add_head_count_kv([num_kv_heads if kind == "full_attention" else 0 for kind in kinds])
     else:
         writer.add_head_count_kv(num_kv_heads)
@@ -55,17 +59,17 @@ def _eps(config: Any) -> float:
 
 def _inner_size(config: Any, architecture: MODEL_ARCH) -> int:
     if architecture is MODEL_ARCH.GRANITE_HYBRID:
-        return int(config.shared_intermediate_size)
+        return int(config.intermediate_size if config.num_local_experts else config.shared_intermediate_size)
     if architecture is MODEL_ARCH.LFM2 and config.block_auto_adjust_ff_dim:
         return int(-(-int(2 * config.intermediate_size / 3) // config.block_multiple_of) * config.block_multiple_of)
-    return int(config.intermediate_size)
+    return int(getattr(config, "intermediate_size", None) or config.moe_intermediate_size)
 
 
 def _add_recurrence(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> None:
-    if architecture is MODEL_ARCH.LFM2:
+    if architecture in _LFM2:
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
-    if architecture is MODEL_ARCH.QWEN35:
+    if architecture in _QWEN35:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
         writer.add_full_attention_interval(4)
         values = config.linear_num_value_heads, config.linear_value_head_dim
@@ -105,7 +109,7 @@ def converted(name: str, weight: Array, config: Any, architecture: MODEL_ARCH) -
         head_dim = config.hidden_size // config.num_attention_heads
         halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
         weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-    if architecture is MODEL_ARCH.QWEN35:
+    if architecture in _QWEN35:
         weight = _tiled(name, weight, config)
         if name.endswith("norm.weight") and "linear_attn" not in name:
             weight = weight + 1

@@ -9,9 +9,19 @@ import numpy as np
 from chairlift.errors import CheckpointError
 from chairlift.models.config import LAYER_TYPES
 from chairlift.models.gguf.fields import Config, Fields
+from chairlift.models.gguf.mixtures import (
+    extend_glm4_moe,
+    extend_granite_moe,
+    extend_granite_moe_hybrid,
+    extend_lfm2_moe,
+    extend_llama,
+    extend_olmoe,
+    extend_qwen2_moe,
+    extend_qwen3_moe,
+    extend_qwen35_moe,
+)
 from chairlift.models.gguf.recurrent import (
     extend_falcon_h1,
-    extend_granite_hybrid,
     extend_lfm2,
     extend_nemotron_h,
     extend_qwen35,
@@ -31,6 +41,12 @@ class Architecture:
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     extend: Callable[[Config, Fields], Config] = lambda config, _: config
     spellings: dict[str, str] = field(default_factory=dict)  # last parts of tensors' names: usual, and its own
+
+
+def _family_of_llama(fields: Fields) -> str:
+    if fields.has("expert_count"):
+        return "MixtralForCausalLM"
+    return "MistralForCausalLM" if fields.has("attention.sliding_window") else "LlamaForCausalLM"
 
 
 def _extend_gemma3(config: Config, fields: Fields) -> Config:
@@ -64,11 +80,7 @@ _GRANITE = {
 _LOGITS_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", **_LOGITS_CAP}
 ARCHITECTURES = {
-    "llama": Architecture(
-        lambda fields: f"{'Mistral' if fields.has('attention.sliding_window') else 'Llama'}ForCausalLM",
-        is_interleaved=True,
-        numbers=_WINDOW,
-    ),
+    "llama": Architecture(_family_of_llama, is_interleaved=True, numbers=_WINDOW, extend=extend_llama),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
@@ -87,9 +99,22 @@ ARCHITECTURES = {
         spellings={"ffn_norm": "attn_norm"},
     ),
     "granitehybrid": Architecture(
-        "GraniteMoeHybridForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_hybrid
+        "GraniteMoeHybridForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_moe_hybrid
     ),
     "falcon-h1": Architecture("FalconH1ForCausalLM", extend=extend_falcon_h1),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", extend=extend_qwen2_moe),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", extend=extend_qwen3_moe),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", extend=extend_qwen35_moe, spellings={"ffn_norm": "post_attention_norm"}
+    ),
+    "olmoe": Architecture("OlmoeForCausalLM", extend=extend_olmoe),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_moe
+    ),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", extend=extend_lfm2_moe, spellings={"output_norm": "token_embd_norm"}),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM", extend=extend_glm4_moe, spellings={"ffn_norm": "post_attention_norm"}
+    ),
     "gemma3": Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=_extend_gemma3),
 }
 """By `general.architecture`."""

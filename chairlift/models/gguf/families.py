@@ -21,6 +21,7 @@ from chairlift.models.gguf.architectures import ARCHITECTURES, Architecture
 from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.header import GGUFFile, TensorInfo
+from chairlift.models.gguf.stacked import is_stack, unstack
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor, fill
 
@@ -53,6 +54,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_MATRICES = (2, 3)  # dimensions of one, and of several in a stack
 _CONTROL = 3  # the type of a special token
 
 
@@ -60,7 +62,7 @@ def describe_gguf(file: GGUFFile) -> Config:
     """The file's metadata as a config.json would have them. CheckpointError for what is not supported or at odds."""
     name, architecture = _architecture_of(file)
     for tensor, info in file.tensors.items():
-        if info.kind not in READABLE or (info.kind not in PLAIN and len(info.shape) != 2):
+        if info.kind not in READABLE or (info.kind not in PLAIN and len(info.shape) != 2 + is_stack(tensor)):
             readable = ", ".join(kind.name for kind in READABLE)
             raise CheckpointError(f"tensor {named(tensor)} is {info.kind.name}, and only {readable} can be read")
     fields = Fields(file, name)
@@ -112,7 +114,7 @@ def _architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
 
 def _dtype(file: GGUFFile) -> str:
     """Returns what a model computes in: the format of its matrices, or bfloat16 beside weights in groups."""
-    kinds = {info.kind for info in file.tensors.values() if len(info.shape) == 2}
+    kinds = {info.kind for info in file.tensors.values() if len(info.shape) in _MATRICES}
     if kinds - PLAIN.keys() or Kind.BF16 in kinds:
         return "bfloat16"
     return "float16" if Kind.F16 in kinds else "float32"
@@ -207,9 +209,10 @@ class GGUFWeights:
         self._parameters = {part.name for weight in weights if weight.is_parameter for part in weight.parts}
         self._names = {self._spell(part.gguf): part.name for part in parts}
         self._parts = {part.name: part for part in parts}
-        self._infos = {self._name_of(name): info for name, info in file.tensors.items() if not self._is_skipped(name)}
+        tensors = unstack({name: info for name, info in file.tensors.items() if not self._is_skipped(name)})
+        self._infos = {self._name_of(name): info for name, info in tensors.items()}
         self.tensors = {name: self._stored(name, info) for name, info in self._infos.items()}
-        if num_skipped := sum(name not in _ROPE_TENSORS for name in file.tensors) - len(self._infos):
+        if num_skipped := sum(self._is_skipped(name) and name not in _ROPE_TENSORS for name in file.tensors):
             logger.info("%d tensors are left out: they are of layers that guess further tokens", num_skipped)
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:

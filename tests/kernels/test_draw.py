@@ -4,10 +4,12 @@ import pytest
 import torch
 import triton.language as tl
 
-from chairlift.engine.sampling.drawing import DrawKind, sample_in_graph
+from chairlift.engine.sampling.drawing import DrawBatch, DrawKind, sample_in_graph
 from chairlift.engine.sampling.kernels import sample_by_kernels
 from chairlift.kernels import draw
 from chairlift.kernels.draw import draw_tokens
+from chairlift.params import SamplingParams
+from tests.engine.support import make_request, row_of
 from tests.support.gpu import needs_gpu
 from tests.support.triton_compiler import Compilation, compile_all
 
@@ -119,6 +121,15 @@ class TestInterpreted:
         table[3], table[4] = ALL, NOTHING_CUT
         drawn = sample_by_kernels(logits, kind, table, first)
         assert drawn.tolist() == sample_in_graph(logits, kind, table, first).tolist()
+
+    def test_the_sampler_s_own_table_is_read_row_by_row(self) -> None:
+        fields = [{"temperature": 0.5 + 0.3 * place, "seed": place, "top_p": 1.0 - 0.1 * place} for place in range(4)]
+        rows = [row_of(make_request(SamplingParams.model_validate(each))) for each in fields]
+        batch = DrawBatch.of(rows, 1, torch.device("cpu"), has_greedy=True)
+        assert batch is not None
+        logits, first = logits_of(4, 100), torch.tensor([0])
+        drawn = sample_by_kernels(logits, batch.kind, batch.table_of(0), first)
+        assert drawn.tolist() == sample_in_graph(logits, batch.kind, batch.table_of(0), first).tolist()
 
     @pytest.mark.parametrize("has_table", [True, False])
     def test_rows_that_are_not_finite_get_no_token(self, has_table: bool) -> None:

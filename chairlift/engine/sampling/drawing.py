@@ -96,7 +96,8 @@ class DrawBatch:
 def draw_table(rows: Sequence[RowPlan], num_steps: int, num_guessed: Sequence[int] = ()) -> torch.Tensor:
     """The table for the steps of a launch, on the host."""
     knobs = np.array([_knobs_of(row.key.params) for row in rows])
-    return torch.from_numpy(np.concatenate((knobs.T, uniforms(rows, num_steps, num_guessed))))
+    table = np.concatenate((knobs.T, uniforms(rows, num_steps, num_guessed)))
+    return torch.from_numpy(np.ascontiguousarray(table))  # numpy keeps the order of `knobs.T`, by columns
 
 
 def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:

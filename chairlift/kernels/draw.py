@@ -319,8 +319,8 @@ def draw_tokens(
     """Logits `[R, vocab]` of any float type -> tokens, int64 `[R]`; -1 where a logit is NaN or inf, or all are -inf.
 
     `table`: float64 `[NUM_KNOBS + steps, R]`, the knobs, then uniform numbers; None: all rows are greedy. `step`: int64
-    `[1]` on the device, chooses among the latter. Values of a knob must be adjacent. `has_cutoffs`: whether a row may have top-k or top-p. Elements of a
-    row must be adjacent. All is recordable.
+    `[1]` on the device, chooses among the latter. `has_cutoffs`: whether a row may have top-k or top-p. Elements of
+    a row, and the values of a knob, must be adjacent. All is recordable.
     """
     assert logits.stride(1) == 1, "elements of a row must be adjacent"
     assert table is None or table.stride(1) == 1 or table.shape[1] == 1, "a knob's values must be adjacent"

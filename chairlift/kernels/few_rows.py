@@ -1,8 +1,9 @@
 """Products of a few rows with a matrix as it is stored: their time is that of reading it.
 
-What stands beside a product in a layer is folded in: the RMS norm of the input, SwiGLU, the bias and the residual. A
-program computes some outputs over all inputs. With the norm, the inputs are multiplied by its factors on the way, and
-the sums by 1 / rms of the row in the end, whose squares have been added up meanwhile.
+What stands beside a product in a layer is folded in: the RMS norm of the input, the bias and the residual. (Not SwiGLU:
+a program with two matrices took longer than two kernels more.) A program computes some outputs over all inputs. With
+the norm, the inputs are multiplied by its factors on the way, and the sums by 1 / rms of the row in the end, whose
+squares have been added up meanwhile.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -51,17 +52,16 @@ def multiply(
     *,
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
-    is_gated: bool = False,
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) W^T + bias`, then silu(first half) * second half if it is gated, then `+ addend`: all in one kernel.
+    """`norm(x) W^T + bias + addend`, all in one kernel.
 
-    `x` is `[T, in]` with dense rows, T up to `MAX_ROWS`; the result `[T, out]`, or `[T, out / 2]` if gated, in the
-    dtype of `x`. `bias` is `[out]`, `addend` like the result and dense.
+    `x` is `[T, in]` with dense rows, T up to `MAX_ROWS`; the result `[T, out]`, in the dtype of `x`.
+    `bias` is `[out]`, `addend` like the result and dense.
     """
     num_rows = len(x)
     assert num_rows <= (1 if tile.is_for_one_row else MAX_ROWS), "a tile holds all rows"
-    num_outputs = matrix.num_outputs // (2 if is_gated else 1)
+    num_outputs = matrix.num_outputs
     output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     options = {"launch_pdl": True} if tile.is_early else {}
     scales = matrix.values if matrix.scales is None else matrix.scales
@@ -84,7 +84,6 @@ def multiply(
         "HAS_OFFSETS": matrix.offsets is not None,
         "NORM": norm is not None,
         "IS_OFFSET": norm is not None and norm.is_offset,
-        "GATED": is_gated,
         "HAS_BIAS": bias is not None,
         "ADDS": addend is not None,
         "N": tile.num_outputs,
@@ -108,14 +107,13 @@ def _few_rows(
     x: tl.tensor, factors: tl.tensor, values: tl.tensor, scales: tl.tensor, offsets: tl.tensor, bias: tl.tensor,
     addend: tl.tensor, output: tl.tensor, N_ALL: tl.tensor, K: tl.tensor, eps: tl.tensor, num_rows: tl.tensor,
     x_stride: tl.tensor, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, NORM: tl.constexpr,
-    IS_OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, M: tl.constexpr,
+    IS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, KB: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """On tensor cores: M rows, of which the last are zeros."""
     rows, outputs = tl.arange(0, M), tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row, is_output = rows[:, None] < num_rows, outputs < N_ALL
     sums = tl.zeros([M, N], tl.float32)
-    ups = tl.zeros([M, N], tl.float32)
     squares = tl.zeros([M], tl.float32)
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -131,20 +129,9 @@ def _few_rows(
             values, scales, offsets, outputs, is_output, first, K, BITS, GROUP, HAS_OFFSETS, N, KB, x.dtype.element_ty
         )
         sums += tl.dot(tile, tl.trans(weight), input_precision="ieee").to(tl.float32)
-        if GATED:
-            weight = read_tile(
-                values, scales, offsets, outputs + N_ALL, is_output, first, K,
-                BITS, GROUP, HAS_OFFSETS, N, KB, x.dtype.element_ty,
-            )  # fmt: skip
-            ups += tl.dot(tile, tl.trans(weight), input_precision="ieee").to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(squares / K + eps)[:, None]
-        sums *= scale
-        ups *= scale
+        sums *= tl.rsqrt(squares / K + eps)[:, None]
     sums = _add_bias(sums, bias + outputs[None, :], is_output[None, :], HAS_BIAS)
-    if GATED:
-        ups = _add_bias(ups, bias + N_ALL + outputs[None, :], is_output[None, :], HAS_BIAS)
-        sums = sums / (1.0 + tl.exp(-sums)) * ups
     places, is_in = rows[:, None] * N_ALL + outputs[None, :], is_row & is_output[None, :]
     if ADDS:
         sums += tl.load(addend + places, mask=is_in, other=0.0).to(tl.float32)
@@ -155,7 +142,7 @@ def _few_rows(
 def _one_row(
     x: tl.tensor, factors: tl.tensor, values: tl.tensor, scales: tl.tensor, offsets: tl.tensor, bias: tl.tensor,
     addend: tl.tensor, output: tl.tensor, N_ALL: tl.tensor, K: tl.tensor, eps: tl.tensor, BITS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, NORM: tl.constexpr, IS_OFFSET: tl.constexpr, GATED: tl.constexpr,
+    GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, NORM: tl.constexpr, IS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, N: tl.constexpr, KB: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """In float32: partial sums stay with the threads that read the matrix, and come together in the end."""
@@ -164,7 +151,6 @@ def _one_row(
     WIDTH: tl.constexpr = KB if BITS == 16 else KB // GROUP
     STEP: tl.constexpr = 2 if BITS == 4 else 1  # inputs of a byte
     sums = tl.zeros([N, WIDTH], tl.float32)
-    ups = tl.zeros([N, WIDTH], tl.float32)
     squares = tl.zeros([KB // STEP], tl.float32)
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -184,21 +170,10 @@ def _one_row(
         sums += _partial_sums(
             even, odd, values, scales, offsets, outputs, is_output, first, K, BITS, GROUP, HAS_OFFSETS, N, KB
         )
-        if GATED:
-            ups += _partial_sums(
-                even, odd, values, scales, offsets, outputs + N_ALL, is_output, first, K,
-                BITS, GROUP, HAS_OFFSETS, N, KB,
-            )  # fmt: skip
     result = tl.sum(sums, 1)
-    up = tl.sum(ups, 1)
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        result *= scale
-        up *= scale
+        result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
     result = _add_bias(result, bias + outputs, is_output, HAS_BIAS)
-    if GATED:
-        up = _add_bias(up, bias + N_ALL + outputs, is_output, HAS_BIAS)
-        result = result / (1.0 + tl.exp(-result)) * up
     if ADDS:
         result += tl.load(addend + outputs, mask=is_output, other=0.0).to(tl.float32)
     tl.store(output + outputs, result.to(output.dtype.element_ty), mask=is_output)

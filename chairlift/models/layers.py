@@ -17,7 +17,7 @@ class Product(Protocol):
     """A way to multiply by the weight of a `Linear`, which may fold in what stands beside the product in a layer."""
 
     def folds(self, num_rows: int) -> bool:
-        """True if products of so many rows fold in the gate and the residual."""
+        """True if products of so many rows fold in the residual."""
         ...
 
     def folds_norm(self, num_rows: int) -> bool:
@@ -29,8 +29,6 @@ class Product(Protocol):
         x: torch.Tensor,
         norm: "RMSNorm | None" = None,
         addend: torch.Tensor | None = None,
-        *,
-        is_gated: bool = False,
     ) -> torch.Tensor:
         """See `Linear.forward`."""
         ...
@@ -75,7 +73,7 @@ class Linear(nn.Linear):
         del self.weight
 
     def folds(self, num_rows: int) -> bool:
-        """True if products of so many rows fold in the gate and the residual."""
+        """True if products of so many rows fold in the residual."""
         return self.product is not None and self.product.folds(num_rows)
 
     def folds_norm(self, num_rows: int) -> bool:
@@ -87,16 +85,15 @@ class Linear(nn.Linear):
         x: torch.Tensor,
         norm: "RMSNorm | None" = None,
         addend: torch.Tensor | None = None,
-        *,
-        is_gated: bool = False,
     ) -> torch.Tensor:
-        """`[T, in] -> [T, out]`: of `norm(x)`, with silu(first half) * second half if gated, and then `addend` added.
+        """`[T, in] -> [T, out]`: of `norm(x)`, and then `addend` added.
 
-        These three only where `folds_norm` and `folds` say so for the number of rows.
+        These two only where `folds_norm` and `folds` say so for the number of rows.
         """
         if self.product is not None:
-            return self.product(x, norm, addend, is_gated=is_gated)
-        assert (norm, addend, is_gated) == (None, None, False), "torch folds nothing in"
+            return self.product(x, norm, addend)
+        assert norm is None, "torch folds nothing in"
+        assert addend is None, "torch folds nothing in"
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -134,10 +131,9 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a layer may fold into a product: the norm of its input, its gate, the residual."""
+    """What a layer may fold into a product: the norm of its input, the residual."""
 
     norm: RMSNorm | None = None
-    is_gated: bool = False
     adds: bool = False
 
 

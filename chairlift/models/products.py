@@ -21,7 +21,7 @@ from chairlift.kernels.grouped import GROUP_SIZES, StoredMatrix, dequantize
 from chairlift.kernels.timing import measure
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import workspace_elements
-from chairlift.models.layers import Linear, RMSNorm, Use, silu_mul
+from chairlift.models.layers import Linear, RMSNorm, Use
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,13 @@ _SIZES = (1, 16, 32, MAX_ROWS)  # of rows: a choice is for as many, and fewer do
 _PLAIN_ROWS = 16  # beyond, cuBLAS is as fast
 _SHARE = 0.95  # of cuBLAS's time, that a kernel may take at most
 _NUM_TIMED = 16  # matrices of a shape: together more than a cache holds
-_ONE_ROW = {16: (Tile(4, 1024), Tile(8, 512)), 8: (Tile(4, 1024), Tile(8, 1024)), 4: (Tile(4, 2048), Tile(8, 1024))}
-_MORE_ROWS = {
-    16: (Tile(16, 256), Tile(32, 128)),
-    8: (Tile(16, 128), Tile(32, 128)),
-    4: (Tile(16, 128), Tile(32, 128)),
+# By bits: those that won for a shape of 1 B or 8 B on an H200. To try one takes a second of compiling.
+_ONE_ROW = {
+    16: (Tile(2, 2048), Tile(4, 1024), Tile(8, 1024)),
+    8: (Tile(4, 1024), Tile(4, 2048)),
+    4: (Tile(8, 2048), Tile(4, 2048)),
 }
+_MORE_ROWS = {16: (Tile(32, 256), Tile(16, 256)), 8: (Tile(32, 128),), 4: (Tile(32, 128),)}
 
 
 class Workspace:
@@ -86,13 +87,12 @@ class ChosenProduct:
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         addend: torch.Tensor | None = None,
-        *,
-        is_gated: bool = False,
     ) -> torch.Tensor:
         """See `Product`."""
         if (tile := self._tile(len(x))) is not None:
-            return _multiply(x, self._matrix, self._bias, tile, norm, addend, is_gated=is_gated)
-        assert (norm, addend, is_gated) == (None, None, False), "only kernels fold these in"
+            return _multiply(x, self._matrix, self._bias, tile, norm, addend)
+        assert norm is None, "only kernels fold these in"
+        assert addend is None, "only kernels fold these in"
         if self._workspace is None:
             return F.linear(x, self._matrix.values, self._bias)
         return self._workspace.multiply(x, self._matrix, self._bias)
@@ -116,29 +116,27 @@ class _Site:
         """Sites that are equal in this take the same time."""
         matrix, use = self.matrix, self.use
         groups = matrix.group_size, *(None if each is None else each.dtype for each in (matrix.scales, matrix.offsets))
-        what = use.norm is not None, use.is_gated, use.adds, self.linear.bias is None
+        what = use.norm is not None, use.adds, self.linear.bias is None
         return matrix.num_bits, matrix.num_outputs, matrix.num_inputs, groups, what
 
     def describe(self) -> str:
         """Names the shape, for the log."""
         matrix, use = self.matrix, self.use
         kind = "" if matrix.num_bits == 16 else f" of {matrix.num_bits} bits in groups of {matrix.group_size}"
-        folded = {"norm": use.norm is not None, "gate": use.is_gated, "residual": use.adds}
+        folded = {"norm": use.norm is not None, "residual": use.adds}
         names = [name for name, is_folded in folded.items() if is_folded]
         return f"{matrix.num_outputs} x {matrix.num_inputs}{kind} with {' and '.join(names) or 'nothing'}"
 
     def by_kernel(self, x: torch.Tensor, addend: torch.Tensor | None, tile: Tile) -> torch.Tensor:
         """The product with all that is folded in."""
         norm = self.use.norm if tile.is_for_one_row or x.dtype == torch.bfloat16 else None
-        bias = self.linear.bias
-        return _multiply(x, self.matrix, bias, tile, norm, addend, is_gated=self.use.is_gated)
+        return _multiply(x, self.matrix, self.linear.bias, tile, norm, addend)
 
     def by_library(self, x: torch.Tensor) -> torch.Tensor:
         """The same without kernels of ours. The residual is added by the norm that follows, in no time."""
         norm = self.use.norm
         x = x if norm is None else norm.add(x, x)[1]
-        product = F.linear(x, self.matrix.values, self.linear.bias)
-        return silu_mul(product) if self.use.is_gated else product
+        return F.linear(x, self.matrix.values, self.linear.bias)
 
 
 def install_products(
@@ -205,7 +203,7 @@ def _choose(
         return None
     timed = sites[:_NUM_TIMED]
     x = torch.randn(num_rows, sites[0].matrix.num_inputs, dtype=model.dtype, device=model.device)
-    width = sites[0].matrix.num_outputs // (2 if sites[0].use.is_gated else 1)
+    width = sites[0].matrix.num_outputs
     addend = torch.zeros(num_rows, width, dtype=model.dtype, device=model.device) if sites[0].use.adds else None
 
     def clock(tile: Tile) -> float:
@@ -245,8 +243,6 @@ def _multiply(
     tile: Tile,
     norm: RMSNorm | None,
     addend: torch.Tensor | None,
-    *,
-    is_gated: bool,
 ) -> torch.Tensor:
     folded = None if norm is None else Norm(norm.weight, norm.eps, norm.is_offset)
-    return multiply(x, matrix, tile, norm=folded, bias=bias, is_gated=is_gated, addend=addend)
+    return multiply(x, matrix, tile, norm=folded, bias=bias, addend=addend)

@@ -22,7 +22,7 @@ from tests.support.gpu import needs_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
-ROUNDS = 4, 2  # kernels that are timed for one row, and for more; cuBLAS comes after them
+ROUNDS = 5, 2  # kernels that are timed for one row, and for more; cuBLAS comes after them
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_groups_are_multiplied_as_the_numbers_that_they_are(quantized: Path, num
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_kernels_fold_in_norms_gates_and_residuals(checkpoint: Path, num_rows: int) -> None:
+def test_kernels_fold_in_norms_and_residuals(checkpoint: Path, num_rows: int) -> None:
     folding, plain = load(checkpoint, DType.FLOAT16), load(checkpoint, DType.FLOAT16)
     install_products(folding, stopwatch(share=0.5))
     assert all(edge.folds(num_rows) for layer in folding.layers for edge in layer.uses())

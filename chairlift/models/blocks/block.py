@@ -109,7 +109,6 @@ class Edges:
 
     first: Linear | None = None  # reads the block's input, as nothing else does
     last: Linear | None = None  # its output is the block's
-    is_gated: bool = False  # the first one may fold its gate in: silu(first half) * second half
 
 
 class BlockModule(nn.Module):

@@ -92,23 +92,17 @@ class GatedMLP(BlockModule):
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        if self.edges.is_gated and self.gate_up_proj.folds(len(x)):
-            return self._down(self.gate_up_proj(x, now.norm, is_gated=True), now)
         gate_up = self.gate_up_proj(x, now.norm)
         if self._gate_scale != 1.0:
             gate, up = gate_up.chunk(2, dim=-1)
             gate_up = torch.cat((gate * self._gate_scale, up), dim=-1)
-        return self._down(self._multiply(gate_up), now)
+        projected: torch.Tensor = self.down_proj(self._multiply(gate_up), addend=now.residual)
+        return projected if self._output_scale == 1.0 else projected * self._output_scale
 
     @property
     def edges(self) -> Edges:
         """See `BlockModule`."""
-        is_gated = self._gate_scale == 1.0 and self.block.activation is Activation.SILU
-        return Edges(self.gate_up_proj, self.down_proj if self._output_scale == 1.0 else None, is_gated)
-
-    def _down(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(x, addend=now.residual)
-        return projected if self._output_scale == 1.0 else projected * self._output_scale
+        return Edges(self.gate_up_proj, self.down_proj if self._output_scale == 1.0 else None)
 
     def pack(self, packer: Packer) -> dict[str, object]:
         return {

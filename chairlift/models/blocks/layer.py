@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
         for each in self._blocks:
             edges = each.edges
             if edges.first is not None:
-                found[edges.first] = Use(norm=each.pre, is_gated=edges.is_gated)
+                found[edges.first] = Use(norm=each.pre)
             if edges.last is not None and self._residual_scale == 1.0:
                 found[edges.last] = Use(adds=True)
         return found

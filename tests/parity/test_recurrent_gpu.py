@@ -21,7 +21,12 @@ from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
 from tests.support.gpu import GPU_MARKS, needs_gpu
 
-SERVED = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1, normed", "granitemoehybrid, rope")
+# Before 5.23 transformers normalises all features of a Granite's Mamba as one, and not by group. With one group that is
+# the same, so the reference is right in every version.
+SERVED: dict[str, dict[str, Any]] = {
+    **{name: FAMILIES[name] for name in ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1, normed")},
+    "granitemoehybrid, rope": {**FAMILIES["granitemoehybrid, rope"], "mamba_n_groups": 1},
+}
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 
 
@@ -33,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def checkpoint(directory: Path, family: str) -> tuple[str, Any]:
     """A random checkpoint of that family, and transformers' model of it."""
-    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
+    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **SERVED[family]}
     return str(directory / family), make_checkpoint(directory / family, seed=3, **fields)
 
 

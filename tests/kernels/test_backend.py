@@ -11,6 +11,7 @@ from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, make_cache
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DECODE, PREFILL, MIXED = support.DECODE, support.PREFILL, support.BATCHES["mixed"]
 LAYERS = {
     "plain": support.plain(16),
@@ -23,7 +24,7 @@ in_every_phase = pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=[
 @in_every_phase
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
 def test_attention_equals_attention_over_padded_copies(layers: support.Layers, rows: list[Row]) -> None:
-    tokens = support.random_tokens(rows)
+    tokens = support.random_tokens(rows).to(DEVICE)
     manager = make_cache(rows, tokens, background=POISON)
     output = support.attend(manager, rows, tokens, TritonBackend(layers))
     support.assert_near(output, support.new_parts(support.reference(tokens, layers), rows))
@@ -31,7 +32,7 @@ def test_attention_equals_attention_over_padded_copies(layers: support.Layers, r
 
 @in_every_phase
 def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(rows: list[Row]) -> None:
-    tokens = support.random_tokens(rows)
+    tokens = support.random_tokens(rows).to(DEVICE)
     managers = [make_cache(rows, tokens, background=POISON) for _ in range(2)]
     for manager, backend in zip(managers, (TritonBackend(support.plain(16)), None), strict=True):
         support.attend(manager, rows, tokens, backend)
@@ -40,16 +41,16 @@ def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(r
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_of_rows_that_decode_the_host_s_numbers_are_not_looked_at(window: int | None) -> None:
-    layers, tokens = support.layers(0.25, (None, None, window)), support.random_tokens(DECODE)
+    layers, tokens = support.layers(0.25, (None, None, window)), support.random_tokens(DECODE).to(DEVICE)
     (collection,) = make_cache(DECODE, tokens).fetch([row.slot for row in DECODE])
-    batch = replace(support.batch_of(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
+    batch = replace(support.batch_of(DECODE, DEVICE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend = TritonBackend(layers).prepare(batch, replace(collection, max_cache_length=1))
     output = attend(LAYER, *tokens.new_parts(DECODE))
     support.assert_near(output, support.new_parts(support.reference(tokens, layers), DECODE))
 
 
 def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
-    tokens, given = support.random_tokens(MIXED), support.plain(16)
+    tokens, given = support.random_tokens(MIXED).to(DEVICE), support.plain(16)
     other = support.layers(0.5)  # so that one sees which computed what
     backend: Backend = TritonBackend(given, TorchBackend(other))
     output = support.attend(make_cache(MIXED, tokens), MIXED, tokens, backend)
@@ -60,9 +61,9 @@ def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, [*MIXED, Row(6, 14, 1)]], ids=["decode", "prefill", "mixed"])
 @pytest.mark.parametrize(("layers", "num_decode"), [("plain", 4), ("window and soft cap", 16)])
 def test_a_padded_step_gives_its_rows_what_they_get_alone(rows: list[Row], layers: str, num_decode: int) -> None:
-    tokens, scratch, num_real = support.random_tokens(rows), 1, sum(row.num_new for row in rows)
+    tokens, scratch, num_real = support.random_tokens(rows).to(DEVICE), 1, sum(row.num_new for row in rows)
     blocks = make_cache(rows, tokens, background=POISON).blocks[0]
-    batch = support.padded_batch_of(rows, 24, num_decode, 6, scratch)
+    batch = support.padded_batch_of(rows, 24, num_decode, 6, scratch, DEVICE)
     parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
     before = blocks.clone()
     output = TritonBackend(LAYERS[layers]).prepare_padded(batch, blocks)(LAYER, *parts)

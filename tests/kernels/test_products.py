@@ -104,9 +104,8 @@ def test_a_large_matrix_goes_through_the_workspace_in_parts() -> None:
     x, bias = torch.randn(3, 64), torch.randn(10)
     workspace = Workspace(4 * 64, torch.float32, torch.device(DEVICE))
     got = workspace.multiply(x.to(DEVICE), StoredMatrix(8, values.to(DEVICE), scales.to(DEVICE)), bias.to(DEVICE))
-    torch.testing.assert_close(
-        got.cpu(), torch.nn.functional.linear(x, GroupedWeight(8, values, scales).dequantize(), bias)
-    )
+    wanted = torch.nn.functional.linear(x, GroupedWeight(8, values, scales).dequantize(), bias)
+    assert error(got.cpu(), wanted) < 1e-6  # sums of float32 in another order
 
 
 def test_matrices_of_experts_stay_with_torch(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from chairlift import device
 from chairlift.device import compiled_on_gpu
-from chairlift.models import layers, rope
+from chairlift.models import layers
 from chairlift.models.layers import Linear, RMSNorm, can_pack
+from chairlift.models.rotary import apply_rope
 from tests.support.gpu import needs_gpu
 
 
@@ -128,21 +129,20 @@ def rope_arguments(num_tokens: int) -> tuple[torch.Tensor, ...]:
     return heads[:, :10], angles.cos(), angles.sin()
 
 
-COMPILED: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "_add_rms_norm": lambda n: (torch.randn(n, 256), torch.randn(n, 256), torch.rand(256), 1e-5, False),
-    "_silu_mul": lambda n: (torch.randn(n, 512),),
-    "apply_rope": rope_arguments,
+COMPILED: dict[Callable[..., Any], Callable[[int], tuple[Any, ...]]] = {
+    layers._add_rms_norm: lambda n: (torch.randn(n, 256), torch.randn(n, 256), torch.rand(256), 1e-5, False),
+    layers.silu_mul: lambda n: (torch.randn(n, 512),),
+    apply_rope: rope_arguments,
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("function", COMPILED, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @needs_gpu
 @torch.inference_mode()
-def test_compiled_functions_compute_what_plain_ones_do(name: str, dtype: torch.dtype) -> None:
-    function = getattr(rope if name == "apply_rope" else layers, name)
+def test_compiled_functions_compute_what_plain_ones_do(function: Callable[..., Any], dtype: torch.dtype) -> None:
     assert device.find_compile_obstacle(torch.device("cuda:0")) is None
     for num_tokens in (7, 1, 300):  # a first shape, a single row, any other
-        arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[name](num_tokens)]
+        arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[function](num_tokens)]
         on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]
         torch.testing.assert_close(function(*on_gpu), function(*arguments), check_device=False, rtol=2e-2, atol=2e-2)

@@ -3,7 +3,7 @@
 The references refuse what the kernels refuse or take in silence, so that on a CPU these tests check every argument.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,13 @@ from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, Tokens, attend, make_cache
 from tests.support import flash_attn_reference
-from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package, no_waiting
+from tests.support.gpu import (
+    GPU_MARKS,
+    needs_gpu,
+    needs_package,
+    no_waiting,
+    skipped_where_flash_attn_lacks_kernels,
+)
 
 HEAD_DIM = 64
 PAGE_SIZE = 256
@@ -101,6 +107,8 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
             stack.enter_context(flash_attn_reference.installed())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(varlen, "varlen_attn", flash_attn_reference.varlen_attn)
+        elif name == "flash_attn":
+            stack.enter_context(skipped_where_flash_attn_lacks_kernels())
         yield Loaded(name, torch.device(device))
 
 
@@ -225,6 +233,32 @@ def test_version_3_splits_the_keys_of_rows_that_decode_and_of_no_others(kind: st
     of_decode, of_prefill = (len(DECODE), 0), (sum(row.num_new for row in PREFILL), 1)
     expected = {"decode": [of_decode], "prefill": [of_prefill], "mixed": [of_decode, of_prefill]}
     assert calls == expected[kind]
+
+
+def refuse(reason: str) -> Callable[..., torch.Tensor]:
+    def attend(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError(reason)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        ("This flash attention build does not support local attention.", pytest.skip.Exception),
+        ("This flash attention build does not support softcap.", pytest.skip.Exception),
+        ("This flash attention build does not support such rows.", RuntimeError),
+    ],
+)
+@in_every_phase
+def test_only_kernels_that_version_2_was_built_without_are_not_tested(
+    reason: str, outcome: type[BaseException], rows: list[Row]
+) -> None:
+    functions = dict.fromkeys(("flash_attn_with_kvcache", "flash_attn_varlen_func"), refuse(reason))
+    with flash_attn_reference.module("flash_attn", functions), skipped_where_flash_attn_lacks_kernels():
+        loaded = Loaded("flash_attn", torch.device("cpu"))
+        with pytest.raises(outcome, match=reason):
+            loaded.attend(rows, loaded.tokens(rows))
 
 
 @pytest.mark.parametrize(("windows", "num_plans"), [((None, None, None), 1), ((5, None, 5), 2)])

@@ -1,11 +1,18 @@
 """What recording does when memory runs out, and which graph stands in for one that is missing."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from chairlift.engine.execution.recorder import CudaRecorder, GraphTable, Replay, as_out_of_memory
+from chairlift.engine.execution.recorder import (
+    CudaRecorder,
+    GraphTable,
+    Replay,
+    as_out_of_memory,
+    ended_quietly_by_errors,
+)
 from tests.support.gpu import needs_gpu
 
 BROKEN = "CUDA error: operation failed due to a previous error during capture"
@@ -20,20 +27,52 @@ class BadEnd:
         raise torch.AcceleratorError(BROKEN)
 
 
+class EmptyEnd:
+    """A capture in which nothing was launched. It notes which error ended it."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.error = error
+        warnings.warn("The CUDA Graph is empty. This usually means a wrong device or stream.", stacklevel=2)
+
+
+def test_a_graph_that_an_error_left_empty_is_not_warned_of() -> None:
+    capture = EmptyEnd()
+    with pytest.raises(torch.OutOfMemoryError) as caught, as_out_of_memory(), ended_quietly_by_errors(capture):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert capture.error is caught.value
+
+
+def test_any_other_empty_graph_is() -> None:
+    with pytest.warns(UserWarning, match="The CUDA Graph is empty"), ended_quietly_by_errors(EmptyEnd()):
+        pass
+
+
 def test_a_capture_that_breaks_for_lack_of_memory_is_out_of_memory() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="previous error during capture"), as_out_of_memory(), BadEnd():
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="previous error during capture"),
+        as_out_of_memory(),
+        ended_quietly_by_errors(BadEnd()),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_so_is_one_that_the_allocator_broke_by_freeing_memory() -> None:
-    with pytest.raises(torch.OutOfMemoryError), as_out_of_memory(), BadEnd():
+    with pytest.raises(torch.OutOfMemoryError), as_out_of_memory(), ended_quietly_by_errors(BadEnd()):
         pass
     with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
         raise torch.AcceleratorError(BROKEN)
 
 
 def test_any_other_error_in_a_capture_is_none() -> None:
-    with pytest.raises(torch.AcceleratorError, match=BROKEN) as caught, as_out_of_memory(), BadEnd():
+    with (
+        pytest.raises(torch.AcceleratorError, match=BROKEN) as caught,
+        as_out_of_memory(),
+        ended_quietly_by_errors(BadEnd()),
+    ):
         raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
     assert "not permitted" in str(caught.value.__context__)
     with pytest.raises(torch.AcceleratorError, match="illegal"), as_out_of_memory():

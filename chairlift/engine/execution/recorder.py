@@ -3,8 +3,10 @@
 A CUDA graph repeats the kernels that were launched while it was recorded, on the same addresses.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +16,7 @@ Replay = Callable[[], None]
 
 _NUM_WARM_UPS = 2
 _INVALIDATED = "previous error during capture"  # as CUDA words cudaErrorStreamCaptureInvalidated
+_EMPTY = "The CUDA Graph is empty"  # as torch begins its warning
 
 
 class GraphRecorder(Protocol):
@@ -50,7 +53,7 @@ class CudaRecorder:
                 with (
                     torch.cuda.stream(current),
                     as_out_of_memory(),
-                    capture,
+                    ended_quietly_by_errors(capture),
                 ):  # a broken capture leaves its own stream on
                     work()
             except torch.OutOfMemoryError:
@@ -75,6 +78,23 @@ def as_out_of_memory() -> Iterator[None]:
         if first is not None and not isinstance(first, torch.OutOfMemoryError) and not _is_broken_capture(first):
             raise
         raise torch.OutOfMemoryError(f"a graph could not be recorded: {error}") from error
+
+
+@contextmanager
+def ended_quietly_by_errors(capture: AbstractContextManager[object]) -> Iterator[None]:
+    """Enters a capture. When an error ends it, torch does not warn that the graph is empty.
+
+    That is so if the error came before anything was launched, and the warning would blame the device or the stream.
+    """
+    capture.__enter__()
+    try:
+        yield
+    except BaseException:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _EMPTY, UserWarning)
+            capture.__exit__(*sys.exc_info())
+        raise
+    capture.__exit__(None, None, None)
 
 
 def _is_broken_capture(error: BaseException) -> bool:

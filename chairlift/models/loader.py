@@ -24,7 +24,7 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
-from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
+from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
@@ -140,24 +140,26 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedD
 
 
 def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
-    """The model, and how its tensors and the checkpoint's differ."""
-    from transformers import AutoModelForCausalLM
+    """Returns the model, and how its tensors and the checkpoint's differ.
+
+    transformers gets tensors, because it would map files.
+    """
+    import transformers
 
     from chairlift.models.adapter import ATTENTION
 
-    _ = checkpoint.weight_files  # refuses an index that names files outside
+    stored = SafetensorsWeights(checkpoint.weight_files)
     bars: Any = transformers_logging
     has_bar = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
+        architecture: Any = getattr(transformers, config.architecture)
+        loaded = architecture.from_pretrained(
+            None,
             config=config.source,
+            state_dict={name: stored.read(name) for name in stored.tensors},
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
     except Exception as error:  # the files may hold anything, so whatever transformers raises is about them

@@ -23,6 +23,8 @@ from tests.support.checkpoints import SMALL, make_checkpoint
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 COHERE2 = {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "pad_token_id": 0, "sliding_window": 9}
 
+MAPS = Path("/proc/self/maps")
+
 
 def load(path: str) -> object:
     return load_adapted(open_checkpoint(path), DType.FLOAT32, "cpu")
@@ -121,6 +123,14 @@ def test_missing_and_leftover_tensors_are_named(tmp_path: Path, name: str, is_mi
     make_checkpoint(tmp_path, model_type="phimoe", pad_token_id=0, num_local_experts=4)
     edit(tmp_path, {name: None if is_missing else torch.ones(64)})
     assert said in refusal(tmp_path, load)
+
+
+@pytest.mark.skipif(not MAPS.is_file(), reason="only Linux lists what a process has mapped")
+def test_its_files_are_copied_and_not_mapped(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="cohere2", pad_token_id=0, dtype=torch.bfloat16)
+    model = load_adapted(open_checkpoint(str(tmp_path)), DType.BFLOAT16, "cpu")
+    assert "model.safetensors" not in MAPS.read_text(encoding="utf-8")
+    assert model.dtype == torch.bfloat16
 
 
 def test_a_model_that_counts_positions_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from chairlift.errors import ConfigurationError
 
 _TIMEOUT_S = 600.0
 _SHOWN = 200  # characters of an error's body
+_NEEDED = "; only servers with /tokenize and prompt_logprobs, such as vLLM's and Chairlift's, can be compared"
 
 
 class Server:
@@ -24,7 +25,8 @@ class Server:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = self._runner.run(_open(headers))
         try:
-            self._model = model or str(self._get("/v1/models")["data"][0]["id"])
+            self._model = model or self._first_model()
+            self._check_abilities()
         except BaseException:
             self.close()
             raise
@@ -42,9 +44,9 @@ class Server:
         """See `Side`."""
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top}
         reply = self._post("/v1/completions", {"model": self._model, **body})
-        told = reply["choices"][0].get("prompt_logprobs")
+        told = _found(reply, "choices", 0, "prompt_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
-            raise ConfigurationError(f"{self.name} tells no log-probabilities of prompts, so it cannot be compared")
+            raise ConfigurationError(f"{self.name} tells no log-probabilities of prompts")
         return Told(
             [{int(token): each["logprob"] for token, each in position.items()} for position in told[first + 1 :]]
         )
@@ -56,8 +58,23 @@ class Server:
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         body = {"model": self._model, "prompt": text, "add_special_tokens": add_special_tokens}
-        tokens: list[int] = self._post("/tokenize", body)["tokens"]
+        tokens = _found(self._post("/tokenize", body), "tokens")
+        if not isinstance(tokens, list) or (text and not tokens):
+            raise ConfigurationError(f"{self.name} makes no tokens of a prompt at /tokenize")
         return tokens
+
+    def _first_model(self) -> str:
+        name = _found(self._get("/v1/models"), "data", 0, "id")
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{self.name} names no model at /v1/models; write url={self.name},model=NAME")
+        return name
+
+    def _check_abilities(self) -> None:
+        """Asks for what is needed, of one letter, so that a server without it is refused at once."""
+        try:
+            self.score((self.tokenize("a") * 2)[:2], 0)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}{_NEEDED}") from error
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._runner.run(self._request("GET", path, None))
@@ -69,7 +86,7 @@ class Server:
         try:
             async with self._http.request(method, self._url + path, json=body) as response:
                 if response.status != 200:
-                    text = (await response.text())[:_SHOWN]
+                    text = " ".join((await response.text()).split())[:_SHOWN]
                     raise ConfigurationError(f"{self.name} answered {path} with status {response.status}: {text}")
                 reply: dict[str, Any] = await response.json()
                 return reply
@@ -79,3 +96,13 @@ class Server:
 
 async def _open(headers: dict[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+
+
+def _found(reply: Any, *keys: str | int) -> Any:
+    """What a reply has in these places, one in the other; None if it has not."""
+    for key in keys:
+        try:
+            reply = reply[key]
+        except (IndexError, KeyError, TypeError):
+            return None
+    return reply

@@ -2,8 +2,11 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -83,6 +86,58 @@ def test_a_server_beside_its_own_model(text: Path, tmp_path: Path, capsys: Print
         assert math.isclose(summary["perplexity_ratio"], 1, rel_tol=1e-6)
         assert main(["compare", "bundled", server.url, *flags]) == 2
         assert "status 401" in capsys.readouterr().err
+
+
+MODELS = {"data": [{"id": "m"}]}
+NEEDED = "; only servers with /tokenize and prompt_logprobs, such as vLLM's and Chairlift's, can be compared"
+
+
+@pytest.mark.parametrize(
+    ("replies", "line"),
+    [
+        ({}, "answered /v1/models with status 404: no such path"),
+        ({"/v1/models": {"models": []}}, "names no model at /v1/models; write url="),
+        ({"/v1/models": MODELS}, f"answered /tokenize with status 404: no such path{NEEDED}"),
+        # As llama.cpp's server does, which reads another field.
+        ({"/v1/models": MODELS, "/tokenize": {"tokens": []}}, f"makes no tokens of a prompt at /tokenize{NEEDED}"),
+        (
+            {"/v1/models": MODELS, "/tokenize": {"tokens": [5]}, "/v1/completions": {"choices": [{"text": "a"}]}},
+            f"tells no log-probabilities of prompts{NEEDED}",
+        ),
+    ],
+)
+def test_a_server_that_lacks_what_is_needed_is_refused(replies: dict[str, object], line: str, capsys: Printed) -> None:
+    with serving(replies) as url:
+        assert main(["compare", "bundled", url]) == 2
+    assert f"{url} {line}" in capsys.readouterr().err
+
+
+@contextmanager
+def serving(replies: dict[str, object]) -> Iterator[str]:
+    """A server that gives these replies, by path, and yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            reply = replies.get(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(404 if reply is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b"no such\npath" if reply is None else json.dumps(reply).encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(

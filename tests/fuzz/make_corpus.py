@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
@@ -56,6 +57,50 @@ _MIXED = {
     "up_proj": Kind.Q4_1,
     "down_proj": Kind.Q5_1,
 }
+_RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],  # as files that say nothing else
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 2,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 16,
+        "mamba_n_heads": 2,
+        "mamba_expand": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_state": 8, "mamba_chunk_size": 16},
+}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 16,
+    "patch_size": 4,
+}
+_SIGLIP = {**_PIXTRAL, "model_type": "siglip_vision_model", "image_size": 8}
+_GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+# By transformers' class: the fields of the text part, and those of the tower.
+_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Mistral3": ({"model_type": "ministral3", "rope_parameters": {**_GROWING, "llama_4_scaling_beta": 0.1}}, _PIXTRAL),
+    "Gemma3": ({"model_type": "gemma3_text", "sliding_window": 16}, _SIGLIP),
+}
 _CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -71,6 +116,12 @@ def main() -> None:
     _write_gguf(CORPUS / "gguf-pieces", partial(_sentence_piece, pieces=_PIECES), len(_PIECES), family="gemma3_text")
     few = _PIECES[-16:]
     _write_gguf(CORPUS / "gguf-mixed", partial(_sentence_piece, pieces=few), len(few), _MIXED, hidden_size=256)
+    for family, shape in _RECURRENT.items():
+        _write_plainly(CORPUS / family, model_type=family, tie_word_embeddings=True, **_with_layers(shape))
+        tokenizer = partial(_sentence_piece, pieces=few)
+        _write_gguf(CORPUS / f"gguf-{family}", tokenizer, len(few), Kind.F16, family=family, **_with_layers(shape))
+    for name, parts in _TOWERS.items():
+        _write_tower(CORPUS / name.lower(), name, *parts)
     sizes = {path: path.stat().st_size for path in sorted(CORPUS.rglob("*")) if path.is_file()}
     for path, size in sizes.items():
         sys.stdout.write(f"{size:8} {path.relative_to(CORPUS)}\n")
@@ -83,6 +134,24 @@ def _write_plainly(directory: Path, **shape: Any) -> Any:
     for name in TOKENIZER_FILES:
         (directory / name).unlink()
     return model
+
+
+def _with_layers(shape: dict[str, Any]) -> dict[str, Any]:
+    """The same shape with as many layers as it has types of, which are narrow, since there are several."""
+    kinds = shape.get("layer_types") or shape.get("layers_block_type") or ["hybrid"]
+    narrow = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    return {**narrow, **shape, "num_hidden_layers": len(kinds)}
+
+
+def _write_tower(directory: Path, name: str, text: dict[str, Any], vision: dict[str, Any]) -> None:
+    """A checkpoint of text and images, without a tokenizer."""
+    torch.manual_seed(0)
+    make_config: Any = getattr(transformers, f"{name}Config")
+    config = make_config(
+        text_config={**_SMALL, "hidden_size": 16, **text}, vision_config=vision, tie_word_embeddings=False
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
 
 
 def _write_sharded(directory: Path) -> None:
@@ -119,8 +188,9 @@ def _write_gguf(
     kind: Any = Kind.Q8_0,
     hidden_size: int = 32,
     family: str = "llama",
+    **more: Any,
 ) -> None:
-    shape = {**_SMALL, "hidden_size": hidden_size, "vocab_size": vocab_size, "tie_word_embeddings": True}
+    shape = {**_SMALL, "hidden_size": hidden_size, "vocab_size": vocab_size, "tie_word_embeddings": True, **more}
     source = directory / "source"
     model = make_checkpoint(source, model_type=family, **shape)
     shutil.rmtree(source)

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks fuzz interleavings packages ray lint bench wheel compilers sanitizers gpu clean
+.PHONY: help setup serve test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel compilers sanitizers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ attacks: setup ## attack a server and measure with its full strictness how long 
 
 fuzz: setup ## serve mutated checkpoints for an hour and print what goes wrong (ARGS="--minutes 600 --seed 1 ...")
 	$(BIN)/python -m tests.fuzz --minutes 60 $(ARGS)
+
+fuzz-guided: setup ## load mutated checkpoints for an hour, guided by coverage of the loaders, by atheris (ARGS="--keep DIR ...")
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP_INSTALL) --constraint constraints.txt atheris
+	$(BIN)/python -m tests.fuzz.guided --minutes 60 $(ARGS)
 
 interleavings: setup ## try every order of events in scopes larger than CI's: three quarters of an hour, 0.5 GB (ARGS="order": one)
 	$(BIN)/python -m tests.interleavings $(if $(ARGS),$(ARGS),--max-states 100000)

@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chairlift import LLM
+from chairlift.config import DType
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import ConfigurationError, InvalidRequest
+from chairlift.models import load_adapted, load_model, open_checkpoint
+from chairlift.models.config import AdaptedConfig
+from chairlift.models.loader import grouped_size
 from chairlift.params import RequestOutput, SamplingParams
 from tests.fuzz.runner import Defect
 
 _CACHE_BYTES = 2**20
+_MAX_SEQ_LEN = 16  # tokens: no model of the corpus has fewer positions
 _MOST_OF_MESSAGE = 1500  # characters
 _FAILED_ALLOCATIONS = ("alloc", "out of memory", "Cannot allocate")
 _PROMPT = [1, 2, 3]
@@ -34,6 +40,21 @@ def serve(path: Path) -> str | None:
         with LLM(str(path), device="cpu", kv_cache_memory_bytes=_CACHE_BYTES, max_batch_size=1) as model:
             _check_answer(model.generate([_PROMPT], _ONE_TOKEN, use_tqdm=False))
             _try_chat(model)
+    except (ConfigurationError, InvalidRequest) as error:
+        return _checked(error)
+    return None
+
+
+def load(path: Path) -> str | None:
+    """Loads the checkpoint's weights and its tokenizer, and computes nothing. Returns what `serve` does."""
+    try:
+        checkpoint = open_checkpoint(str(path))
+        grouped_size(checkpoint)
+        if isinstance(checkpoint.config, AdaptedConfig):
+            load_adapted(checkpoint, DType.FLOAT32, "cpu")
+        else:
+            load_model(checkpoint, DType.FLOAT32, "cpu", _MAX_SEQ_LEN, keeps_groups=True)
+        Tokenizer(path)
     except (ConfigurationError, InvalidRequest) as error:
         return _checked(error)
     return None

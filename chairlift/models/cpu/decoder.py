@@ -216,7 +216,7 @@ def _batch_of(batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBa
         counts = [torch.tensor(each, dtype=torch.int32) for each in (states.num_replayed, states.num_tentative)]
         live, pending = states.live, states.pending
         strides = (live.stride(0), *pending.stride()[:2])
-        arguments.states = States(live.data_ptr(), pending.data_ptr(), *strides, *map(address_of, counts))
+        arguments.states = States(*map(address_of, (live, pending)), *strides, *map(address_of, counts))
         arguments.sources += (*counts,)
     return arguments
 

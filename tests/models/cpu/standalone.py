@@ -70,7 +70,7 @@ def kernels_of(*command: str) -> Iterator[None]:
     def address(tensor: torch.Tensor | None) -> int | None:
         pointer = original(tensor)
         if pointer is not None and tensor is not None:
-            extents[pointer] = tensor.nbytes
+            extents[pointer] = _extent_of(tensor)
         return pointer
 
     original = structures.address_of
@@ -78,6 +78,12 @@ def kernels_of(*command: str) -> Iterator[None]:
         patch.setattr(structures, "address_of", address)
         patch.setattr(decoder, "load_library", lambda _isa: _Library(command, extents))
         yield
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last, which are more than it has if it leaves some out."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 class _Library:
@@ -94,6 +100,7 @@ class _Library:
             return 1
         image = _Image(self._extents)
         slots = [batch.groups[index].blocks for index in range(batch.num_groups)]
+        slots += filter(None, (batch.states.live, batch.states.pending))
         outputs = [(address, self._extents[address]) for address in slots]
         if piece.residual:
             outputs.append((piece.residual, batch.num_tokens * (model.hidden + -model.hidden % LANES) * 4))

@@ -21,6 +21,9 @@ from chairlift.models.blocks import (
     SelfAttention,
     StackedLinear,
 )
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
@@ -132,6 +135,23 @@ SHAPES = {
     ),
 }
 
+_MLP = DenseMLPBlock(intermediate_size=66)
+_DELTA_NET = GatedDeltaNetBlock(
+    num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=32, kernel_size=4, norm_eps=1e-5
+)
+_MAMBA = Mamba2Block(num_heads=6, head_dim=16, num_groups=2, state_size=32, kernel_size=4, norm_eps=1e-5)
+# A recurrent block of each kind, and one beside attention.
+RECURRENT = replace(
+    BASE,
+    hidden_size=90,
+    layers=(
+        (_DELTA_NET, _MLP),
+        (_NARROW, GatedShortConvBlock(num_features=48, kernel_size=3)),
+        (_MAMBA, _MLP),
+        (replace(_MAMBA, num_groups=1, state_size=16, kernel_size=2, is_gated_last=True),),
+    ),
+)
+
 
 def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     """Random weights, the same for every number format but for its rounding; no bias is zero, no norm one."""
@@ -141,7 +161,7 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             parameter.copy_(1 + 0.2 * noise)
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or parameter.dim() == 1:
             parameter.copy_(0.2 * noise)
         else:
             parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)

@@ -4,13 +4,17 @@ A file may hold any bits. What comes of them is what the kernels without sanitiz
 """
 
 import math
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from chairlift.models.blocks import Activation, Norms, QKNorm
+from chairlift.models.blocks import Activation, Block, Norms, QKNorm
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu.packing import LANES
 from chairlift.models.decoder import Decoder
@@ -22,7 +26,7 @@ from tests.support.shapes import Positions
 
 pytestmark = pytest.mark.slow
 
-NUM_MODELS = 12
+NUM_MODELS, NUM_RECURRENT = 12, 6
 ISA = "avx2"
 NO_NUMBERS = (math.nan, math.inf, -math.inf, 3.4e38, -3.4e38)  # and what becomes none in a product
 MILD = (1e-45, -0.0, 1e-30, -1e3)
@@ -55,6 +59,37 @@ def random_config(rng: Random) -> ModelConfig:
     return support.shape(*sizes, layers=layers, **fields)
 
 
+def with_recurrence(config: ModelConfig, rng: Random) -> ModelConfig:
+    """The same model with a recurrent block of each kind in layers of their own, in any order."""
+    heads, groups = rng.randrange(1, 4), rng.randrange(1, 3)
+    sizes = [16 * rng.randrange(1, 6) for _ in range(4)]
+    blocks: list[Block] = [
+        GatedDeltaNetBlock(
+            num_key_heads=heads,
+            num_value_heads=heads * rng.randrange(1, 4),
+            key_dim=sizes[0],
+            value_dim=sizes[1],
+            kernel_size=rng.randrange(2, 5),
+            norm_eps=1e-5,
+            has_tiled_heads=rng.random() < 0.5,
+        ),
+        Mamba2Block(
+            num_heads=groups * heads,
+            head_dim=sizes[2],
+            num_groups=groups,
+            state_size=sizes[3],
+            kernel_size=rng.randrange(2, 5),
+            norm_eps=1e-5,
+            has_norm=rng.random() < 0.5,
+            is_gated_last=rng.random() < 0.5,
+            has_bias=rng.random() < 0.5,
+        ),
+        GatedShortConvBlock(num_features=16 * rng.randrange(1, 6), kernel_size=rng.randrange(2, 5)),
+    ]
+    layers = [*config.layers, *((block,) for block in blocks)]
+    return replace(config, layers=tuple(rng.sample(layers, len(layers))))
+
+
 def spoilt(config: ModelConfig, dtype: torch.dtype, rng: Random) -> Decoder:
     """A random model of which some weights are odd, and some products in groups with odd scales."""
     model, odd = support.make_model(config, dtype), rng.choice((MILD, NO_NUMBERS))
@@ -85,6 +120,8 @@ def computed(number: int, isa: str | None) -> list[torch.Tensor]:
     """Logits of a few steps of the model of that number, whose rows are random as well."""
     rng = Random(number)
     config, number_format = random_config(rng), rng.choice(support.FORMATS)
+    if number >= NUM_MODELS:
+        config = with_recurrence(config, rng)
     model = spoilt(config, number_format.dtype, rng)
     bench = support.cpu_bench(model, number_format, isa)
     logits = []
@@ -106,7 +143,7 @@ def test_most_models_have_logits_that_are_numbers() -> None:
     assert sum(count > 0 for count in counts) > NUM_MODELS // 3
 
 
-@pytest.mark.parametrize("number", range(NUM_MODELS))
+@pytest.mark.parametrize("number", range(NUM_MODELS + NUM_RECURRENT))
 def test_sanitizers_find_nothing_and_bits_are_the_same(program: str, number: int) -> None:
     expected = computed(number, ISA)
     with kernels_of(program):

@@ -61,7 +61,17 @@ def computed(isa: str | None = None) -> list[torch.Tensor]:
         config, number_format = support.SHAPES["layers that differ"], support.BFLOAT16_INT4
         pieces = in_pieces(support.cpu_forward(config, number_format, isa), (1, 2, 1))
         logits += Bench(config, number_format.dtype, pieces).run(STEPS[0])
+        for number_format in (support.FLOAT32, support.BFLOAT16_INT8):
+            logits += computed_with_states(support.cpu_bench(support.RECURRENT, number_format, isa))
     return logits
+
+
+def computed_with_states(bench: Bench) -> list[torch.Tensor]:
+    """The logits of rows whose states move, of guesses that are taken back in part, and of what follows these."""
+    logits = [torch.cat(bench.run(rows)) for rows in STEPS]
+    guessing = [Row(slot, [5, 6, 7, 8]) for slot in (1, 2)]
+    logits += bench.guess(guessing, num_guessed=3, num_wrong=2)
+    return logits + bench.run([Row(1, [9]), Row(2, [4, 4, 4])])
 
 
 def is_default(compiler: str) -> bool:

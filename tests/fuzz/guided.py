@@ -23,6 +23,7 @@ from tests.fuzz.guided_input import join, seeds
 
 _RSS_LIMIT_MB = 4096
 _TIMEOUT_S = 60  # of one input
+_MOST_MUTATIONS = 2  # of an input in a row: after more, nothing but the first mistake counts
 _MOST_BYTES = 2**17  # of one input
 
 
@@ -62,6 +63,7 @@ def _fuzz(given: argparse.Namespace, directory: Path) -> int:
         command = [sys.executable, "-m", "tests.fuzz.guided_target", str(findings), str(corpus)]
         command += [f"-max_total_time={seconds}", f"-seed={given.seed + starts}", f"-artifact_prefix={findings}/"]
         command += [f"-rss_limit_mb={_RSS_LIMIT_MB}", f"-timeout={_TIMEOUT_S}", f"-max_len={_MOST_BYTES}"]
+        command += [f"-mutate_depth={_MOST_MUTATIONS}"]
         one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         num_before = len(list(findings.iterdir()))
         done = subprocess.run(command, check=False, env={**os.environ, **one_thread})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from chairlift.models import mxfp4
 from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.grouped import GroupedWeight
@@ -26,6 +27,7 @@ _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
 _ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
 _Q8_MAX = 127
+_IQ4_VALUES = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,23 @@ def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
     return _Groups(nearest.to(torch.int8), steps)
 
 
+def _decode_iq4_nl(blocks: torch.Tensor) -> _Groups:
+    return _Groups(_IQ4_VALUES[_nibbles(blocks[:, 2:]).int()], _halves(blocks[:, :2]))
+
+
+def _decode_iq4_xs(blocks: torch.Tensor) -> _Groups:
+    """8 groups, whose scales have 6 bits: 4 in a half of a byte, and 2 in a number of 16 bits for all."""
+    high = (blocks[:, 2:4].contiguous().view(torch.int16).int() >> torch.arange(0, 16, 2)) & 3
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    scales = _halves(blocks[:, :2]).float() * ((low | high << 4) - 32)
+    return _Groups(_IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()], scales)
+
+
+def _decode_mxfp4(blocks: torch.Tensor) -> _Groups:
+    groups = mxfp4.to_groups(_nibbles(blocks[:, 1:]), blocks[:, :1])
+    return _Groups(groups.values, groups.scales)
+
+
 _BLOCKS = {
     Kind.Q8_0: _Blocks(_decode_q8_0, 8),
     Kind.Q4_0: _Blocks(_decode_q4_0, 4, has_offsets=True),
@@ -176,5 +195,8 @@ _BLOCKS = {
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 8),
+    Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 8),
+    Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 8, torch.float32),
+    Kind.MXFP4: _Blocks(_decode_mxfp4, 8, torch.float32),
 }
 READABLE = (*PLAIN, *_BLOCKS)

@@ -34,7 +34,8 @@ def test_attention_equals_attention_over_padded_copies(layers: support.Layers, r
 def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(rows: list[Row]) -> None:
     tokens = support.random_tokens(rows).to(DEVICE)
     managers = [make_cache(rows, tokens, background=POISON) for _ in range(2)]
-    for manager, backend in zip(managers, (TritonBackend(support.plain(16)), None), strict=True):
+    backends: list[Backend] = [TritonBackend(support.plain(16)), TorchBackend(support.plain(16), is_in_place=False)]
+    for manager, backend in zip(managers, backends, strict=True):
         support.attend(manager, rows, tokens, backend)
     assert torch.equal(managers[0].blocks[0], managers[1].blocks[0])
 

@@ -48,6 +48,15 @@ def large(setup: Setup) -> list[Measurement]:
     return measurements
 
 
+def quick(setup: Setup) -> list[Measurement]:
+    """What matters most of the large shape, with one engine: decoding, also sampled and uneven rows; first tokens."""
+    scale = setup.scale
+    decodes = (*scale.large_decodes, *scale.quick_decodes, *scale.uneven_decodes)
+    beside = Workload(scale.busy.num_rows, scale.busy.context, TOKENS_BESIDE + _ROOM)
+    engine = setup.engine("large", MANY_STEPS, [*setup.decode_workloads(decodes), beside])
+    return [*setup.time_decodes(engine, "large", decodes), *_first_tokens(setup, engine, "large")]
+
+
 def large_single_steps(setup: Setup, *, graphs: Graphs = Graphs.ALL) -> list[Measurement]:
     """One decode step a launch."""
     decodes = setup.scale.plain_decodes
@@ -132,6 +141,7 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
     part.__name__: part
     for part in (
         rates,
+        quick,
         large,
         small,
         sampled,

@@ -73,6 +73,7 @@ class Scale:
     large_decodes: tuple[Decode, ...]
     small_decodes: tuple[Decode, ...]
     plain_decodes: tuple[Decode, ...]  # of the large shape, also with fewer steps a launch and without graphs
+    quick_decodes: tuple[Decode, ...]  # of the large shape, sampled rows
     sampled_decodes: tuple[Decode, ...]  # of the large shape, with other sampling beside greedy rows
     uneven_decodes: tuple[Decode, ...]  # of the large shape: rows of one length, and as many tokens in rows of many
     grouped_decodes: tuple[Decode, ...]  # of the large shape, its weights in groups of 4 bits
@@ -139,6 +140,7 @@ SCALES = {
         large_decodes=(Decode(1, 128, 0.85), Decode(32, 1024, 0.78), Decode(256, 1024, 0.69)),
         small_decodes=(Decode(1, 128, 0.70), Decode(1, 128, sampling=TOP_P), Decode(32, 1024)),
         plain_decodes=(Decode(1, 128), Decode(32, 1024)),
+        quick_decodes=tuple(Decode(rows, 128, sampling=each) for rows in (1, 256) for each in (GREEDY, TOP_P)),
         sampled_decodes=tuple(Decode(rows, 128, sampling=each) for rows in (1, 32, 256) for each in SAMPLINGS),
         uneven_decodes=(Decode(32, 1056), Decode(32, 1056, spread=992)),
         grouped_decodes=(Decode(1, 128), Decode(16, 128)),
@@ -160,6 +162,7 @@ SCALES = {
         large_decodes=(Decode(1, 8, 0.85), Decode(4, 16, 0.75)),
         small_decodes=(Decode(1, 8, 0.70),),
         plain_decodes=(Decode(1, 8),),
+        quick_decodes=(Decode(2, 8, sampling=TOP_P),),
         sampled_decodes=tuple(Decode(2, 8, sampling=each) for each in SAMPLINGS),
         uneven_decodes=(Decode(3, 12), Decode(3, 12, spread=8)),
         grouped_decodes=(Decode(1, 8),),

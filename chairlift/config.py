@@ -123,8 +123,8 @@ class EngineConfig(BaseModel):
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 on a device that lacks it")
     attention_backend: AttentionBackend | Auto = Field(
         "auto",
-        description="auto: flash_attn on a GPU that has the package, cpu (native code) on a CPU with AVX2 or NEON and a"
-        " C++ compiler, else torch",
+        description="auto: triton (own kernels) on a GPU with Triton and a C compiler, else flash_attn where the"
+        " package is installed; cpu (native code) on a CPU with AVX2 or NEON and a C++ compiler; else torch",
     )
     quantization: Quantization | None = Field(
         None,

@@ -37,7 +37,8 @@ Obstacles = Mapping[AttentionBackend, str]
 NO_OBSTACLES: Obstacles = {}
 NO_COMPILER: Obstacles = {AttentionBackend.CPU: "there is no C++ compiler"}
 NOT_IN_FLOAT16 = "not in float16"
-NOT_INSTALLED: Obstacles = {AttentionBackend.FLASH_ATTN: "the package is not installed"}
+NO_TRITON: Obstacles = {AttentionBackend.TRITON: "kernels cannot be compiled"}
+NOT_INSTALLED: Obstacles = {**NO_TRITON, AttentionBackend.FLASH_ATTN: "the package is not installed"}
 GROUPS = {"grouped": GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)}  # of the 0.25 Gi above
 
 
@@ -75,7 +76,7 @@ def cache(num_gib: float, share: float = 1.0) -> dict[str, int]:
     return {"kv_cache_memory_bytes": int(num_gib * GIB * share)}
 
 
-ON_CPU, IN_TORCH, ON_GPU = ({"attention_backend": name} for name in ("cpu", "torch", "flash_attn"))
+ON_CPU, IN_TORCH, ON_GPU, BY_FLASH = ({"attention_backend": name} for name in ("cpu", "torch", "triton", "flash_attn"))
 BY_TORCH = {"dtype": "float16", **IN_TORCH, "keeps_groups": False}
 BY_GROUPS = {"dtype": "bfloat16", **ON_CPU, "keeps_groups": True}
 CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
@@ -105,8 +106,11 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     "bfloat16 with AVX2 in torch": (AVX2_CPU, IN_TORCH, {"dtype": "float32"}),
     "bfloat16 without AVX2": (OLD_CPU, {}, {"dtype": "float32"}),
     # The best backend without an obstacle is chosen; why a CPU has to do with torch is said.
-    "float32 on a gpu": (GPU, {"dtype": F32}, IN_TORCH),
-    "no flash_attn": (GPU, {"obstacles": NOT_INSTALLED}, {**IN_TORCH, "fallback_reason": None}),
+    "float32 on a gpu": (GPU, {"dtype": F32}, ON_GPU),
+    "no triton": (GPU, {"obstacles": NO_TRITON}, {**BY_FLASH, "fallback_reason": None}),
+    "no triton, float32": (GPU, {"obstacles": NO_TRITON, "dtype": F32}, IN_TORCH),
+    "flash_attn asked for": (GPU, BY_FLASH, BY_FLASH),
+    "neither triton nor flash_attn": (GPU, {"obstacles": NOT_INSTALLED}, {**IN_TORCH, "fallback_reason": None}),
     "no compiler": (CPU, {"obstacles": NO_COMPILER}, {**IN_TORCH, "fallback_reason": "there is no C++ compiler"}),
     "no AVX2": (OLD_CPU, {}, {**IN_TORCH, "fallback_reason": SLOW}),
     "no AVX2 but asked for": (OLD_CPU, ON_CPU, ON_CPU),
@@ -222,7 +226,7 @@ OVER = "kv_cache_memory_bytes is 70.00 GiB, and 63.50 GiB are free beside the we
 QUANTIZED = "the checkpoint's weights are quantized already; leave quantization out"
 NO_CPU = "quantization needs attention_backend cpu, which does not work here: no compiler"
 REFUSALS: list[tuple[MachineFacts, dict[str, Any], str]] = [
-    (CPU, ON_GPU, "attention_backend flash_attn does not work here: not there; choose torch, or remove the obstacle"),
+    (CPU, BY_FLASH, "attention_backend flash_attn does not work here: not there; choose torch, or remove the obstacle"),
     (CPU, ON_CPU, "attention_backend cpu does not work here: no compiler; choose torch, or remove the obstacle"),
     (CPU, {"quantization": "int8"}, NO_CPU),
     (CPU, {"quantization": "int8", **IN_TORCH}, "quantization needs attention_backend cpu, not torch"),

@@ -98,7 +98,8 @@ def test_the_wheel_s_kernels_are_called_as_those_built_from_source(on_gpu: OnGpu
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> OnGpu:
-    """Lets a GPU have that compute capability."""
+    """Lets a GPU have that compute capability, and a compiler for it be there."""
+    monkeypatch.setattr("chairlift.models.attention.triton.find_compile_obstacle", lambda _: None)
     return lambda capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
 
@@ -215,6 +216,14 @@ def test_a_gpu_that_is_too_old_or_without_the_package(capability: tuple[int, int
         assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") == said
 
 
+def test_triton_needs_a_compiler(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(AMPERE)
+    missing = {torch.device("cuda:1"): "there is no gcc"}
+    monkeypatch.setattr("chairlift.models.attention.triton.find_compile_obstacle", missing.get)
+    said = [find_obstacle(AttentionBackend.TRITON, shape(64), DType.BFLOAT16, f"cuda:{i}") for i in (0, 1)]
+    assert said == [None, "kernels cannot be compiled: there is no gcc"]
+
+
 def test_triton_needs_its_package_and_a_gpu_that_is_not_too_old(on_gpu: OnGpu) -> None:
     on_gpu(AMPERE)
     with module("triton", None):
@@ -295,11 +304,11 @@ SPOILED: dict[Callable[[], Arguments], list[Arguments]] = {
         {"k_cache": transposed(3, 256, 2, 16)},
         *({"cache_seqlens": lengths} for lengths in (torch.tensor([5, 255]), int32(5, 256), int32(5, -1), int32(5))),
         {"cache_seqlens": int32(5, 0, 6, 0)[::2]},
-        *({"cache_batch_idx": slots} for slots in (int32(2, 2), int32(2, 3))),
+        *({"cache_batch_idx": slots} for slots in (int32(1, 1), int32(2, 3))),
     ],
     varlen_arguments: [
         {"k": random(3, 255, 2, 16), "v": random(3, 255, 2, 16)},
-        *({"cu_seqlens_q": offsets} for offsets in (int32(0, 2, 4), int32(1, 2, 5))),
+        *({"cu_seqlens_q": offsets} for offsets in (int32(0, 2, 4), int32(-1, 2, 5))),
         *({"cu_seqlens_k": offsets} for offsets in (torch.tensor([0, 9, 12]), int32(0, 9, 11))),
         {"cu_seqlens_k": int32(0, 300, 303), "max_seqlen_k": 300},
         *({"max_seqlen_q": 2}, {"max_seqlen_k": 8}),

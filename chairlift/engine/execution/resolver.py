@@ -18,7 +18,7 @@ MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, but delay requests and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 2048  # graphs have so many, and decode rows wait for them
 AUTO_SNAPSHOTS_SHARE, MAX_AUTO_SNAPSHOTS = 4, 256  # of the cache's memory, one part in so many
-_PAGED = AttentionBackend.FLASH_ATTN, AttentionBackend.TRITON  # flash-attn computes the prompts of both, if it is there
+_PAGED = AttentionBackend.TRITON, AttentionBackend.FLASH_ATTN  # flash-attn computes the prompts of both, if it is there
 _SLOT_STATES_SHARE = 2  # one part in so many of the rest, at most, goes to the states of slots
 
 
@@ -337,8 +337,8 @@ def _resolve_backend(
 
 def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBackend], str | None]) -> _Backend:
     if machine.is_gpu:
-        has_flash_attn = find_obstacle(AttentionBackend.FLASH_ATTN) is None
-        return _Backend(AttentionBackend.FLASH_ATTN if has_flash_attn else AttentionBackend.TORCH)
+        able = (name for name in _PAGED if find_obstacle(name) is None)
+        return _Backend(next(able, AttentionBackend.TORCH))
     obstacle = machine.cpu_drawback or find_obstacle(AttentionBackend.CPU)
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.device import find_compile_obstacle
 from chairlift.models.attention.backend import (
     Attend,
     AttentionConfig,
@@ -40,6 +41,8 @@ def find_obstacle(head_dims: Iterable[int], device: str) -> str | None:
         return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed, which torch's builds for CUDA bring along"
+    if obstacle := find_compile_obstacle(torch.device(device)):
+        return f"kernels cannot be compiled: {obstacle}"
     return None
 
 

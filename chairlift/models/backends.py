@@ -12,7 +12,7 @@ from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
 from chairlift.device import on_device
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
-from chairlift.models.attention import Backend, Forward, flash, flash_builds, torch_sdpa, triton
+from chairlift.models.attention import Backend, Forward, PaddingBackend, flash, flash_builds, torch_sdpa, triton
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -53,14 +53,7 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
     `ConfigurationError` if its package cannot be imported.
     """
     if name is AttentionBackend.FLASH_ATTN:
-        try:
-            demands = flash_builds.Demands.of(model.attention, model.head_dims, is_float16=dtype is torch.float16)
-            return flash.load_flash_attn(model.attention, demands, device)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"
-                " or choose attention_backend torch"
-            ) from error
+        return _load_flash_attn(model, dtype, device)
     if name is AttentionBackend.TRITON:
         return triton.TritonBackend(model.attention, _load_prompt_backend(model, dtype, device))
     if device.type == "cpu":
@@ -72,16 +65,27 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
     return torch_sdpa.TorchBackend(model.attention, is_in_place=False)
 
 
+def _load_flash_attn(model: ModelShape, dtype: torch.dtype, device: torch.device) -> PaddingBackend:
+    demands = flash_builds.Demands.of(model.attention, model.head_dims, is_float16=dtype is torch.float16)
+    try:
+        return flash.load_flash_attn(model.attention, demands, device)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"
+            " or choose attention_backend torch"
+        ) from error
+
+
 def _has_varlen(model: ModelShape, dtype: torch.dtype) -> bool:
     has_softcap = any(each.softcap is not None for each in model.attention.values())
     return model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
 
 
-def _load_prompt_backend(model: ModelShape, dtype: torch.dtype, device: torch.device) -> Backend | None:
+def _load_prompt_backend(model: ModelShape, dtype: torch.dtype, device: torch.device) -> PaddingBackend | None:
     """The fastest kernels that there are for prompts, but for those in Triton."""
     name = DType(str(dtype).removeprefix("torch."))
     if find_obstacle(AttentionBackend.FLASH_ATTN, model, name, str(device)) is None:
-        return load_backend(AttentionBackend.FLASH_ATTN, model, dtype, device)
+        return _load_flash_attn(model, dtype, device)
     return flash.TorchVarlenBackend(model.attention) if _has_varlen(model, dtype) else None
 
 

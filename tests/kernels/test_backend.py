@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chairlift.models.attention import Backend
-from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, make_cache
@@ -53,10 +51,21 @@ def test_of_rows_that_decode_the_host_s_numbers_are_not_looked_at(window: int | 
 def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
     tokens, given = support.random_tokens(MIXED).to(DEVICE), support.plain(16)
     other = support.layers(0.5)  # so that one sees which computed what
-    backend: Backend = TritonBackend(given, TorchBackend(other))
+    backend = TritonBackend(given, TritonBackend(other))
     output = support.attend(make_cache(MIXED, tokens), MIXED, tokens, backend)
     parts = [support.new_parts(support.reference(tokens, layers), MIXED) for layers in (given, other)]
     support.assert_near(output, torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))
+
+
+def test_so_do_those_of_a_padded_step() -> None:
+    tokens, given, other = support.random_tokens(MIXED), support.plain(16), support.layers(0.5)
+    num_real = sum(row.num_new for row in MIXED)
+    batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1)
+    new = [torch.cat((part, part[:2])) for part in tokens.new_parts(MIXED)]
+    backend = TritonBackend(given, TritonBackend(other))
+    output = backend.prepare_padded(batch, make_cache(MIXED, tokens).blocks[0])(LAYER, *new)
+    parts = [support.new_parts(support.reference(tokens, layers), MIXED) for layers in (given, other)]
+    support.assert_near(output[:num_real], torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, [*MIXED, Row(6, 14, 1)]], ids=["decode", "prefill", "mixed"])

@@ -12,6 +12,7 @@ from chairlift.models.attention.backend import (
     PaddedBatch,
     PaddedForward,
     PaddingBackend,
+    Read,
     find_head_obstacle,
 )
 from chairlift.models.attention.batches import (
@@ -33,6 +34,7 @@ __all__ = [
     "PaddedBatch",
     "PaddedForward",
     "PaddingBackend",
+    "Read",
     "append_tokens",
     "attend_padded",
     "find_head_obstacle",

@@ -20,6 +20,9 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer_idx, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D]) -> [T, Hq, D]`; appends key and value."""
 
+Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
+
 _MAX_HEAD_DIM = 256
 
 
@@ -101,14 +104,19 @@ class AnyLength(Protocol):
 
 @runtime_checkable
 class PaddingBackend(Backend, Protocol):
-    """Implements attention that can also be recorded for steps with prompts in them."""
+    """Implements attention that can also be recorded for steps with prompts in them.
+
+    What these methods and their results launch may not wait for the device, copy to it from the host or read memory
+    that was never written. Blocks are the cache's, `[n_slots, 2, layers, S, Hkv, D]`.
+    """
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
-        """Computes what all layers share of a padded step over the cache's blocks `[n_slots, 2, layers, S, Hkv, D]`.
+        """Computes what all layers share of a padded step."""
+        ...
 
-        Neither this nor `attend` may wait for the device, copy to it from the host or read memory that was never
-        written.
-        """
+    def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
+        """The attention of a padded step's prompts, which have been appended: for a backend that leaves prompts to
+        this one. It gets all tokens, and may leave the results of those before the border unwritten."""
         ...
 
 

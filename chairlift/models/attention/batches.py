@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch
+from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch, Read
 
 _SHORTEST_VIEW = 256  # tokens
 
-Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
+Append = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`append(keys [n_slots, S, Hkv, D], values, key [T, Hkv, D], value, slots [T], positions [T])`: writes into slots."""
 
 
 def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:
@@ -91,8 +91,22 @@ def _rows_of(
     )
 
 
-def attend_padded(batch: PaddedBatch, blocks: torch.Tensor, decode: Read, prefill: Read) -> Attend:
-    """The attention of a padded step, made of two calls that only read the slots.
+def _append_by_index(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    keys[slots, positions] = key
+    values[slots, positions] = value
+
+
+def attend_padded(
+    batch: PaddedBatch, blocks: torch.Tensor, decode: Read, prefill: Read, append: Append = _append_by_index
+) -> Attend:
+    """The attention of a padded step, made of one call that writes into the slots and two that read them.
 
     `decode` gets the first D tokens, each of them a row. `prefill` gets all T, and may leave the results of those
     before the border unwritten. A token keeps the result of its own kind.
@@ -102,8 +116,7 @@ def attend_padded(batch: PaddedBatch, blocks: torch.Tensor, decode: Read, prefil
 
     def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
-        keys[slots, positions] = key
-        values[slots, positions] = value
+        append(keys, values, key, value, slots, positions)
         output = prefill(layer_idx, query, keys, values)
         if most:
             decoded = decode(layer_idx, query[:most], keys, values)

@@ -16,19 +16,13 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention.backend import (
     Attend,
     AttentionConfig,
-    Backend,
     BatchMetadata,
     PaddedBatch,
+    PaddingBackend,
+    Read,
     find_head_obstacle,
 )
-from chairlift.models.attention.batches import (
-    Read,
-    append_tokens,
-    attend_padded,
-    key_lengths,
-    prepare_apart,
-    view_length,
-)
+from chairlift.models.attention.batches import append_tokens, attend_padded, key_lengths, prepare_apart, view_length
 from chairlift.models.attention.flash_builds import HEAD_DIM_ALIGNMENT, Demands, find_flash_attn, is_version_3
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
@@ -37,7 +31,7 @@ _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
 
 
-def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> Backend:
+def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
     """The installed version for that device, of which there must be one. ImportError if it does not load."""
     module = find_flash_attn(torch.cuda.get_device_capability(device), demands)
     if module is not None and is_version_3(module):
@@ -123,8 +117,10 @@ class FlashAttnBackend:
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
-        key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
-        pages = batch.prompt_slots.unsqueeze(1)
+        return attend_padded(batch, blocks, self.read_decode_rows(batch), self.read_prompts(batch, blocks))
+
+    def read_decode_rows(self, batch: PaddedBatch) -> Read:
+        """The attention of a padded step's rows that decode, whose tokens have been appended."""
 
         def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._decode(
@@ -138,6 +134,13 @@ class FlashAttnBackend:
                 **self._options[layer_idx],
             )
             return torch.as_tensor(output).squeeze(1)
+
+        return decode
+
+    def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
+        """See `PaddingBackend`."""
+        key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
+        pages = batch.prompt_slots.unsqueeze(1)
 
         def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._prefill(
@@ -154,7 +157,7 @@ class FlashAttnBackend:
             )
             return torch.as_tensor(output)
 
-        return attend_padded(batch, blocks, decode, prefill)
+        return prefill
 
 
 class FlashAttn3Backend:
@@ -235,8 +238,11 @@ class FlashAttn3Backend:
         """See `PaddingBackend`."""
         each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
         decode = self._read_rows(batch.decode_slots, batch.decode_lengths, each_row, 1)
-        prefill = self._read_rows(batch.prompt_slots, batch.prompt_lengths, batch.prompt_offsets, batch.max_new_tokens)
-        return attend_padded(batch, blocks, decode, prefill)
+        return attend_padded(batch, blocks, decode, self.read_prompts(batch, blocks))
+
+    def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:  # noqa: ARG002
+        """See `PaddingBackend`."""
+        return self._read_rows(batch.prompt_slots, batch.prompt_lengths, batch.prompt_offsets, batch.max_new_tokens)
 
     def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
         """Attends to what slots hold, for rows of up to `most` tokens."""
@@ -289,11 +295,13 @@ class TorchVarlenBackend:
         """See `PaddingBackend`."""
         each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
         decode_rows = _slot_offsets(blocks, batch.decode_slots), batch.decode_lengths, each_row
-        prompt_rows = _slot_offsets(blocks, batch.prompt_slots), batch.prompt_lengths, batch.prompt_offsets
         decode = self._read_rows(*decode_rows, 1, blocks.shape[3])
-        return attend_padded(
-            batch, blocks, decode, self._read_rows(*prompt_rows, batch.max_new_tokens, blocks.shape[3])
-        )
+        return attend_padded(batch, blocks, decode, self.read_prompts(batch, blocks))
+
+    def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
+        """See `PaddingBackend`."""
+        rows = _slot_offsets(blocks, batch.prompt_slots), batch.prompt_lengths, batch.prompt_offsets
+        return self._read_rows(*rows, batch.max_new_tokens, blocks.shape[3])
 
     def _read_rows(
         self, key_offsets: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int, longest: int

@@ -16,12 +16,13 @@ from chairlift.device import find_compile_obstacle
 from chairlift.models.attention.backend import (
     Attend,
     AttentionConfig,
-    Backend,
     BatchMetadata,
     PaddedBatch,
+    PaddingBackend,
+    Read,
     find_head_obstacle,
 )
-from chairlift.models.attention.batches import key_lengths, prepare_apart, token_slots
+from chairlift.models.attention.batches import attend_padded, key_lengths, prepare_apart, token_slots
 
 if TYPE_CHECKING:
     from chairlift.kernels.decode_attention import Chunks
@@ -54,7 +55,7 @@ class TritonBackend:
 
     is_any_length = True  # see `AnyLength`
 
-    def __init__(self, layers: Mapping[int, AttentionConfig], prompts: Backend | None = None) -> None:
+    def __init__(self, layers: Mapping[int, AttentionConfig], prompts: PaddingBackend | None = None) -> None:
         """`prompts`: computes rows of several tokens; None: a kernel of this project."""
         from chairlift.kernels import decode_attention, prefill_attention, slot_append
 
@@ -112,23 +113,31 @@ class TritonBackend:
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
-        prompts = batch.prompt_offsets, batch.prompt_lengths, batch.prompt_slots, batch.max_new_tokens
-        is_decode, most = batch.decodes[:, None, None], len(batch.decodes)
         plans: dict[tuple[int, int | None], Chunks] = {}
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            config, keys, values = self._layers[layer_idx], blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
-            self._appending.append(keys, values, key, value, batch.token_slots, batch.positions)
-            limits = {"scale": config.scale, "softcap": config.softcap}
-            attended: torch.Tensor = self._prefilling.attend(
-                query, keys, values, *prompts, window=config.window, **limits
+        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            config = self._layers[layer_idx]
+            kind = keys.shape[2], config.window
+            if kind not in plans:  # all layers of that kind have one
+                plans[kind] = self._decoding.plan_chunks(batch.decode_lengths, batch.decode_slots, *kind)
+            attended: torch.Tensor = self._decoding.attend(
+                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap
             )
-            if most:
-                kind = key.shape[1], config.window
-                if kind not in plans:
-                    plans[kind] = self._decoding.plan_chunks(batch.decode_lengths, batch.decode_slots, *kind)
-                decoded = self._decoding.attend(query[:most], keys, values, plans[kind], **limits)
-                attended[:most] = torch.where(is_decode, decoded, attended[:most])
             return attended
 
-        return attend
+        return attend_padded(batch, blocks, decode, self.read_prompts(batch, blocks), self._appending.append)
+
+    def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
+        """See `PaddingBackend`."""
+        if self.prompts is not None:
+            return self.prompts.read_prompts(batch, blocks)
+        rows = batch.prompt_offsets, batch.prompt_lengths, batch.prompt_slots, batch.max_new_tokens
+
+        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            config = self._layers[layer_idx]
+            attended: torch.Tensor = self._prefilling.attend(
+                query, keys, values, *rows, scale=config.scale, window=config.window, softcap=config.softcap
+            )
+            return attended
+
+        return prefill

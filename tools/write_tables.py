@@ -8,10 +8,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmark_tables import of_formats, of_schedulers, of_servers, on_processors
+from benchmark_tables import of_formats, of_schedulers, of_servers, on_gpus, on_processors
 from benchmark_tables.table import with_tables
 
-TABLES = (*on_processors.TABLES, *of_formats.TABLES, *of_servers.TABLES, *of_schedulers.TABLES)
+TABLES = (
+    *on_processors.TABLES,
+    *on_gpus.TABLES,
+    *of_formats.TABLES,
+    *of_servers.TABLES,
+    *of_schedulers.TABLES,
+)
 
 
 def main() -> int:

@@ -1,35 +1,18 @@
-"""The tables of a GPU, of shared prefixes, of a step's budget, of speculation and of streams."""
+"""The tables of shared prefixes, of a step's budget, of speculation and of streams."""
 
-from .cells import chosen, figures, percent, text, workload
-from .records import at, gains, launches, mean_rounds, named, of_kind, streams, with_target
+from .cells import chosen, figures, percent, text
+from .records import at, gains, mean_rounds, named, streams
 from .source import Source
-from .table import Column, Table
+from .table import Table
 
-SPEED, PREFIXES, SPECULATION = "docs/speed.md", "docs/prefix-reuse.md", "docs/speculation.md"
+PREFIXES, SPECULATION = "docs/prefix-reuse.md", "docs/speculation.md"
 PERFORMANCE = "docs/performance.md"
-H200 = Source("gpu-nvidia-h200")
-H200_MORE = Source("gpu-nvidia-h200-http-and-kernels", recorded="14de84f")
 
 _servers = {
     "chairlift": "Chairlift",
     "no-reuse": "Chairlift, `--no-enable-prefix-caching`",
     "vllm-32": "vLLM, blocks of 32",
     "vllm": "vLLM, blocks of 128",
-}
-_wanted_of_a_gpu = {
-    "decode large, 1 x 128, flash_attn, graphs, 8 a launch": "8 B: decode step, 1 row of 128 tokens",
-    "decode large, 32 x 1024, flash_attn, graphs, 8 a launch": "32 rows of 1,024",
-    "decode large, 256 x 1024, flash_attn, graphs, 8 a launch": "256 rows of 1,024",
-    "prefill large, 16x1024+1": "16 prompts of 1,024 tokens",
-    "idle large, 1 rows: in all, between steps": "time in which no kernel runs, 1 row; share: between steps (at most)",
-    "idle large, 32 rows: in all, between steps": "32 rows",
-    "idle large, 256 rows: in all, between steps": "256 rows",
-    "decode small, 1 x 128, flash_attn, graphs, 8 a launch": "1 B: decode step, 1 row of 128 tokens",
-}
-_callers = {
-    "chairlift": "Chairlift",
-    "transformers generate": "transformers `generate`",
-    "transformers generate_batch": "transformers `generate_batch`",
 }
 _ttft = (
     chosen("", "name", _servers),
@@ -60,40 +43,6 @@ def _gains(mark: str, source: Source, *kinds: str) -> Table:
 
 
 TABLES = (
-    Table(
-        SPEED,
-        "gpu-floors",
-        H200,
-        with_target,
-        (
-            chosen("", "what", _wanted_of_a_gpu),
-            text("measured", "measured"),
-            text("floor", "floor"),
-            percent("share", "share"),
-            percent("wanted", "target", ".0f"),
-        ),
-    ),
-    Table(
-        SPEED,
-        "gpu-contest",
-        H200,
-        of_kind("contest"),
-        (chosen("", "who", _callers), workload(), figures("s", "seconds", ".2f")),
-    ),
-    Table(SPEED, "gpu-launches", H200_MORE, launches, (text("1 B, a step", "name"), figures("ms", "s", ".1f", 1000))),
-    Table(
-        SPEED,
-        "gpu-http",
-        H200_MORE,
-        at("http", "runs"),
-        (
-            text("clients", "concurrency"),
-            Column("prompt tokens", lambda run: f"{int(run['prompt_tokens']):,}"),
-            figures("output tokens/s", "summary/output_token_throughput"),
-            figures("first token, ms", "summary/ttft_ms/p50"),
-            figures("per output token, ms", "summary/tpot_ms/p50", ".1f"),
-        ),
-    ),
     Table(PREFIXES, "all-at-once", Source("shared-prefix-135m-bf16-all-at-once-xeon-amx-2-cores"), mean_rounds, _ttft),
     Table(
         PREFIXES,

@@ -1,0 +1,139 @@
+"""The tables of a GPU: decode steps beside their floors, servers, peers, and kernels alone."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from .cells import chosen, figures, percent, text, workload
+from .records import Records, at, launches, of_kind, with_target
+from .source import Source
+from .table import Column, Table
+
+SPEED, PERFORMANCE = "docs/speed.md", "docs/performance.md"
+H200 = Source("gpu-nvidia-h200")
+H200_MORE = Source("gpu-nvidia-h200-http-and-kernels", recorded="14de84f")
+_WHERE = "NVIDIA H200, torch 2.11.0+cu130"
+ATTENTION = Source("gpu-nvidia-h200-kernels-attention", where=_WHERE, recorded="57d22bc")
+PRODUCTS = Source("gpu-nvidia-h200-kernels-products", where=_WHERE, recorded="57d22bc")
+DRAWS = Source("gpu-nvidia-h200-kernels-draws", where=_WHERE, recorded="57d22bc")
+
+_wanted_of_a_gpu = {
+    "decode large, 1 x 128, flash_attn, graphs, 8 a launch": "8 B: decode step, 1 row of 128 tokens",
+    "decode large, 32 x 1024, flash_attn, graphs, 8 a launch": "32 rows of 1,024",
+    "decode large, 256 x 1024, flash_attn, graphs, 8 a launch": "256 rows of 1,024",
+    "prefill large, 16x1024+1": "16 prompts of 1,024 tokens",
+    "idle large, 1 rows: in all, between steps": "time in which no kernel runs, 1 row; share: between steps (at most)",
+    "idle large, 32 rows: in all, between steps": "32 rows",
+    "idle large, 256 rows: in all, between steps": "256 rows",
+    "decode small, 1 x 128, flash_attn, graphs, 8 a launch": "1 B: decode step, 1 row of 128 tokens",
+}
+_callers = {
+    "chairlift": "Chairlift",
+    "transformers generate": "transformers `generate`",
+    "transformers generate_batch": "transformers `generate_batch`",
+}
+_draws = {"greedy": "greedy", "random": "temperature", "top": "temperature, top-k and top-p"}
+
+
+def _by_case(part: str, ending: str = "") -> Records:
+    """The cases of `gpu_kernels.py` whose name ends like that, each with the microseconds of each kernel."""
+
+    def records(data: Any) -> Sequence[Any]:
+        cases: dict[str, dict[str, Any]] = defaultdict(dict)
+        for each in data["findings"][part]:
+            if each["case"].endswith(ending):
+                cases[each["case"].removesuffix(ending)][each["kernel"]] = each["microseconds"]
+        return [{"case": case, **kernels} for case, kernels in cases.items()]
+
+    return records
+
+
+def _products(data: Any) -> Sequence[Any]:
+    """The products of the 8 B shape: microseconds of cuBLAS, and of the fastest kernel by bits of a weight."""
+    cases: dict[str, dict[str, Any]] = defaultdict(dict)
+    for each in data["findings"]["products"]:
+        matrix, bits, rows = each["case"].split(", ")
+        if matrix.startswith("8 B") and ", norm" not in each["kernel"] and each["kernel"] != "dequantize":
+            case = cases[f"{matrix.removeprefix('8 B ')}, {'1 row' if rows == '1 rows' else rows}"]
+            name = "cuBLAS" if each["kernel"] == "cuBLAS" else bits
+            case[name] = min(case.get(name, each["microseconds"]), each["microseconds"])
+    return [{"case": case, **times} for case, times in cases.items()]
+
+
+def _draw_case(record: Any) -> str:
+    kind, _, rows = record["case"].partition(", ")
+    return f"{_draws[kind]}, {'1 row' if rows == '1 rows' else rows}"
+
+
+TABLES = (
+    Table(
+        SPEED,
+        "gpu-floors",
+        H200,
+        with_target,
+        (
+            chosen("", "what", _wanted_of_a_gpu),
+            text("measured", "measured"),
+            text("floor", "floor"),
+            percent("share", "share"),
+            percent("wanted", "target", ".0f"),
+        ),
+    ),
+    Table(
+        SPEED,
+        "gpu-contest",
+        H200,
+        of_kind("contest"),
+        (chosen("", "who", _callers), workload(), figures("s", "seconds", ".2f")),
+    ),
+    Table(SPEED, "gpu-launches", H200_MORE, launches, (text("1 B, a step", "name"), figures("ms", "s", ".1f", 1000))),
+    Table(
+        SPEED,
+        "gpu-http",
+        H200_MORE,
+        at("http", "runs"),
+        (
+            text("clients", "concurrency"),
+            Column("prompt tokens", lambda run: f"{int(run['prompt_tokens']):,}"),
+            figures("output tokens/s", "summary/output_token_throughput"),
+            figures("first token, ms", "summary/ttft_ms/p50"),
+            figures("per output token, ms", "summary/tpot_ms/p50", ".1f"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "gpu-attention",
+        ATTENTION,
+        _by_case("attention", ", layer by layer"),
+        (
+            text("rows x tokens", "case"),
+            figures("own kernel, us", "triton", ".1f"),
+            figures("flash-attn 2", "flash-attn 2", ".1f"),
+            figures("flash-attn 3", "flash-attn 3", ".1f"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "gpu-draws",
+        DRAWS,
+        _by_case("draws"),
+        (
+            Column("128,256 logits a row", _draw_case),
+            figures("kernels, us", "triton", ",.0f"),
+            figures("torch's operators, compiled", "operators", ",.0f"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "gpu-products",
+        PRODUCTS,
+        _products,
+        (
+            text("matrix of 8 B", "case"),
+            figures("cuBLAS, bfloat16, us", "cuBLAS", ".1f"),
+            figures("kernel, bfloat16", "16 bits", ".1f"),
+            figures("kernel, 8 bits", "8 bits", ".1f"),
+            figures("kernel, 4 bits", "4 bits", ".1f"),
+        ),
+    ),
+)

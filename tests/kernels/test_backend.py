@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chairlift.models.attention import Backend
+from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, make_cache
@@ -58,9 +60,9 @@ def test_prompts_go_to_the_backend_that_is_given_for_them() -> None:
 
 
 def test_so_do_those_of_a_padded_step() -> None:
-    tokens, given, other = support.random_tokens(MIXED), support.plain(16), support.layers(0.5)
+    tokens, given, other = support.random_tokens(MIXED).to(DEVICE), support.plain(16), support.layers(0.5)
     num_real = sum(row.num_new for row in MIXED)
-    batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1)
+    batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1, DEVICE)
     new = [torch.cat((part, part[:2])) for part in tokens.new_parts(MIXED)]
     backend = TritonBackend(given, TritonBackend(other))
     output = backend.prepare_padded(batch, make_cache(MIXED, tokens).blocks[0])(LAYER, *new)

@@ -170,13 +170,20 @@ def test_rows_of_several_tokens(case: Case) -> None:
     assert_prefills(case, [(40, 40), (1, 70), (0, 9), (35, 101)], 101)
 
 
-def test_new_keys_and_values_go_to_their_places_and_nowhere_else() -> None:
-    case = Case(heads=4, kv_heads=3, head_dim=24)
-    slots = Slots.random(case, 9)
+@pytest.mark.parametrize(("num_tokens", "kv_heads", "head_dim"), [(4, 3, 24), (601, 3, 24), (530, 1, 80)])
+def test_new_keys_and_values_go_to_their_places_and_nowhere_else(num_tokens: int, kv_heads: int, head_dim: int) -> None:
+    """Of a few tokens, a program for each; of many, one for several, the last of which has fewer."""
+    assert_appends(Case(heads=4, kv_heads=kv_heads, head_dim=head_dim), num_tokens)
+
+
+def assert_appends(case: Case, num_tokens: int) -> None:
+    slot_len = num_tokens // NUM_SLOTS + 5
+    slots = Slots.random(case, slot_len)
     wanted = slots.keys.clone(), slots.values.clone()
-    fused = torch.randn(4, 2 * case.kv_heads, case.head_dim, device=DEVICE)
-    key, value = fused[:, :3], fused[:, 3:]
-    where, positions = torch.tensor([5, 5, 0, 6], device=DEVICE), torch.tensor([0, 1, 8, 3], device=DEVICE)
+    fused = torch.randn(num_tokens, 2 * case.kv_heads, case.head_dim, device=DEVICE).to(case.dtype)
+    key, value = fused[:, : case.kv_heads], fused[:, case.kv_heads :]
+    places = torch.randperm(NUM_SLOTS * slot_len, device=DEVICE)[:num_tokens]
+    where, positions = places // slot_len, places % slot_len
     slot_append.append(slots.keys, slots.values, key, value, where.int(), positions)
     wanted[0][where, positions], wanted[1][where, positions] = key, value
     assert torch.equal(slots.keys, wanted[0])
@@ -199,6 +206,8 @@ SERVED = {
 def test_rows_and_prompts_of_the_sizes_that_are_served(case: Case) -> None:
     assert_decodes(case, [1, 3000, 140, 1060, 77, 2047, 4096], 4096)
     assert_decodes(case, [140], 256)
+    assert_appends(case, 3)
+    assert_appends(case, 2047)
     assert_prefills(case, [(512, 512), (1, 2000), (130, 4000), (0, 5), (2048, 2048), (77, 77), (300, 1000)], 4096)
 
 
@@ -230,7 +239,9 @@ TYPES = {
     **dict.fromkeys(("sums", "bests", "masses", "sinks"), "*fp32"),
     **dict.fromkeys(("items", "lengths", "slots", "starts", "offsets"), "*i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
-    **dict.fromkeys(("num_rows", "num_items", "num_wanted", "window", "row_stride", "query_stride"), "i32"),
+    **dict.fromkeys(
+        ("num_rows", "num_items", "num_wanted", "num_tokens", "window", "row_stride", "query_stride"), "i32"
+    ),
     **dict.fromkeys(("token_stride", "head_stride", "new_stride", "new_head_stride"), "i32"),
     **dict.fromkeys(("value_token_stride", "value_head_stride", "new_value_stride", "new_value_head_stride"), "i32"),
     **dict.fromkeys(("slot_stride", "value_slot_stride"), "i64"),
@@ -238,6 +249,17 @@ TYPES = {
 }
 STRIDES = "row_stride", "query_stride", "slot_stride", "token_stride", "head_stride"
 TENSORS = "query", "keys", "values", "output"
+APPENDED = (
+    "keys",
+    "values",
+    "key",
+    "value",
+    "slot_stride",
+    "token_stride",
+    "head_stride",
+    "new_stride",
+    "new_head_stride",
+)
 MODELS: dict[str, dict[str, object]] = {
     "llama": {"HQ": 32, "G": 4, "D": 128, "DP": 128, "N": 64, "CAPS": False, "SINKS": False},
     "gemma": {"HQ": 16, "G": 2, "D": 256, "DP": 256, "N": 32, "CAPS": True, "SINKS": True},
@@ -280,8 +302,17 @@ COMPILATIONS = (
         "chairlift.kernels.slot_append",
         "_append",
         TYPES,
-        {"H": 8, "D": 128, "HP": 8, "DP": 128},
+        {"T": 1, "H": 8, "D": 128, "HP": 8, "DP": 128},
         options={"num_warps": 1},
+    ),
+    Compilation(
+        "append of many",
+        "chairlift.kernels.slot_append",
+        "_append",
+        TYPES,
+        {"T": 4, "H": 8, "D": 128, "HP": 8, "DP": 128},
+        APPENDED,
+        {"num_warps": 4},
     ),
 )
 

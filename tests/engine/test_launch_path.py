@@ -80,12 +80,8 @@ def kernels() -> Iterator[None]:
     def first_of(*args: Any, **_: Any) -> Any:
         return torch.empty_like(args[0])
 
-    def plan(num_rows: int, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.empty(4 * num_rows + 1, dtype=torch.int32, device=META)
-
     functions = dict.fromkeys(("flash_attn_with_kvcache", "flash_attn_varlen_func"), first_of)
-    version_3 = {**functions, "get_scheduler_metadata": plan}
-    modules = module("flash_attn", functions), module("flash_attn_interface", version_3)
+    modules = module("flash_attn", functions), module("flash_attn_interface", functions)
     with modules[0], modules[1], pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "varlen_attn", first_of)
         patch.setattr("chairlift.kernels.decode_attention.plan_chunks", lambda *_: None)

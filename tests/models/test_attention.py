@@ -261,23 +261,21 @@ def test_only_kernels_that_version_2_was_built_without_are_not_tested(
             loaded.attend(rows, loaded.tokens(rows))
 
 
-@pytest.mark.parametrize(("windows", "num_plans"), [((None, None, None), 1), ((5, None, 5), 2)])
-def test_version_3_plans_once_for_all_layers_of_a_kind(windows: list[int | None], num_plans: int) -> None:
-    plans: list[torch.Tensor] = []
-
-    def note(*args: Any, **named: Any) -> torch.Tensor:
-        plans.append(flash_attn_reference.get_scheduler_metadata(*args, **named))
-        return plans[-1]
-
-    functions = {**flash_attn_reference.VERSION_3, "get_scheduler_metadata": note}
-    with flash_attn_reference.module("flash_attn_interface", functions):
-        loaded = Loaded("flash_attn_3", torch.device("cpu"), support.layers(0.125, windows))
-        tokens = loaded.tokens(DECODE)
-        (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
-        attend_layer = loaded.backend.prepare(loaded.batch(DECODE), collection)
-        for layer_idx in range(support.NUM_LAYERS):
-            attend_layer(layer_idx, *tokens.new_parts(DECODE))
-    assert len(plans) == num_plans
+@pytest.mark.parametrize(("rows", "is_given"), [(DECODE, True), (PREFILL, False), (MIXED, True)])
+def test_version_3_leaves_rows_that_decode_to_version_2(rows: list[Row], is_given: bool) -> None:
+    other = support.layers(0.5)  # so that one sees which computed what
+    with flash_attn_reference.installed():
+        backend = flash.FlashAttn3Backend(PLAIN, version_2=flash.FlashAttnBackend(other))
+        loaded = Loaded("flash_attn_3", torch.device("cpu"))
+        tokens, num_real = loaded.tokens(rows), sum(row.num_new for row in rows)
+        outputs = [attend(loaded.cache(rows, tokens), rows, tokens, backend)]
+        padded = support.padded_batch_of(rows, 24, 8, 6, 1)
+        new = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
+        outputs.append(backend.prepare_padded(padded, loaded.cache(rows, tokens).blocks[0])(LAYER, *new)[:num_real])
+    num_given = len(DECODE) if is_given else 0
+    parts = [support.new_parts(support.reference(tokens, layers), rows) for layers in (other, PLAIN)]
+    for output in outputs:
+        support.assert_near(output, torch.cat((parts[0][:num_given], parts[1][num_given:])))
 
 
 @pytest.mark.parametrize(("rows", "num_splits"), [(DECODE, 1), (LONG[:4], 0)], ids=["a page", "more"])

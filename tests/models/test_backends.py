@@ -282,7 +282,6 @@ def varlen_arguments() -> Arguments:
 def ragged_arguments() -> Arguments:
     new = {"q": random(5, 4, 16), "k": random(5, 2, 16), "v": random(5, 2, 16)}
     offsets = {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k_new": int32(0, 2, 5), "max_seqlen_q": 3, "num_splits": 1}
-    offsets["scheduler_metadata"] = None
     return {**decode_arguments(), **new, **offsets, "cache_seqlens": int32(5, 253)}
 
 
@@ -319,7 +318,6 @@ SPOILED: dict[Callable[[], Arguments], list[Arguments]] = {
         *({"cu_seqlens_k_new": int32(0, 2, 4)}, {"cu_seqlens_q": int32(0, 0, 5)}),
         *({"max_seqlen_q": 2}, {"max_seqlen_q": 257}),
         {"cache_batch_idx": int32(1, 1)},
-        {"scheduler_metadata": int32(1)},
     ],
 }
 

@@ -63,74 +63,24 @@ def flash_attn_3_with_kvcache(
     cu_seqlens_q: Tensor,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int,
-    scheduler_metadata: Tensor | None,
     num_splits: int,
     **how: Any,
 ) -> Tensor:
     """Version 3, ragged. `q` [T, Hq, D]; caches [N, S, H, D]; `k`, `v` [T, H, D].
 
     As version 2's, where row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, and its keys and values
-    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`. `scheduler_metadata` must be that of a call of these shapes,
-    lengths and options; None: the kernel plans for itself.
+    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`.
     """
     capacity, num_rows = k_cache.shape[1], len(how["cache_seqlens"])
     _check_indices(num_rows + 1, cu_seqlens_q)
     _check_offsets(cu_seqlens_q, len(q), max_seqlen_q)
     assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
     assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
-    if scheduler_metadata is not None:
-        assert cu_seqlens_k_new is not None, "only steps that append are planned beforehand"
-        planned = get_scheduler_metadata(
-            len(cu_seqlens_q) - 1,
-            max_seqlen_q,
-            capacity,
-            q.shape[1],
-            k_cache.shape[2],
-            q.shape[2],
-            how["cache_seqlens"],
-            qkv_dtype=q.dtype,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            max_seqlen_k_new=max_seqlen_q,
-            causal=how["causal"],
-            window_size=how["window_size"],
-            has_softcap=how["softcap"] > 0,
-            num_splits=num_splits,
-        )
-        assert torch.equal(scheduler_metadata, planned), "a plan of another call"
     if k is None or v is None or cu_seqlens_k_new is None:
         return _attend_to_slots(q, k_cache, v_cache, cu_seqlens_q, **how)
     _check_indices(num_rows + 1, cu_seqlens_k_new)
     _check_offsets(cu_seqlens_k_new, len(k), capacity)
     return _append_and_attend(q, k, v, k_cache, v_cache, (cu_seqlens_q, cu_seqlens_k_new), **how)
-
-
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    *,
-    qkv_dtype: torch.dtype,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_new: Tensor,
-    max_seqlen_k_new: int,
-    causal: bool,
-    window_size: tuple[int, int],
-    has_softcap: bool,
-    num_splits: int,
-) -> Tensor:
-    """Version 3: the plan of a ragged call, int32. Here it is what it was made from, so that the call can compare."""
-    _check_indices(batch_size, cache_seqlens)
-    _check_indices(batch_size + 1, cu_seqlens_q, cu_seqlens_k_new)
-    assert qkv_dtype in DTYPES, f"the kernels do not take {qkv_dtype}"
-    assert num_heads_q % num_heads_kv == 0, "query heads must share key heads evenly"
-    numbers = [max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, max_seqlen_k_new, *window_size]
-    fixed = torch.tensor([*numbers, causal, has_softcap, num_splits], dtype=torch.int32, device=cache_seqlens.device)
-    return torch.cat((fixed, cache_seqlens, cu_seqlens_q, cu_seqlens_k_new))
 
 
 def _append_and_attend(
@@ -289,10 +239,7 @@ def attention(
     return torch.einsum("hnm,mhd->nhd", scores.softmax(dim=-1), values).to(q.dtype)
 
 
-VERSION_3: Functions = {
-    "flash_attn_with_kvcache": flash_attn_3_with_kvcache,
-    "get_scheduler_metadata": get_scheduler_metadata,
-}
+VERSION_3: Functions = {"flash_attn_with_kvcache": flash_attn_3_with_kvcache}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ too, but reserves results of all queries for as many splits as one row could hav
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from chairlift.models.attention.backend import (
     find_head_obstacle,
 )
 from chairlift.models.attention.batches import append_tokens, attend_padded, key_lengths, prepare_apart, view_length
-from chairlift.models.attention.flash_builds import HEAD_DIM_ALIGNMENT, Demands, find_flash_attn, is_version_3
+from chairlift.models.attention.flash_builds import (
+    HEAD_DIM_ALIGNMENT,
+    Demands,
+    find_flash_attn,
+    is_version_2_installed,
+    is_version_3,
+)
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
 
@@ -32,11 +38,11 @@ _SPLITS_AS_IT_SEES_FIT = 0
 
 
 def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
-    """The installed version for that device, of which there must be one. ImportError if it does not load."""
+    """The installed version for that device, of which there must be one, or both. ImportError if it does not load."""
     module = find_flash_attn(torch.cuda.get_device_capability(device), demands)
-    if module is not None and is_version_3(module):
-        return FlashAttn3Backend(layers, module)
-    return FlashAttnBackend(layers)
+    if module is None or not is_version_3(module):
+        return FlashAttnBackend(layers)
+    return FlashAttn3Backend(layers, module, FlashAttnBackend(layers) if is_version_2_installed() else None)
 
 
 def is_varlen_available(head_dims: Iterable[int], dtype: torch.dtype, *, has_softcap: bool = False) -> bool:
@@ -163,23 +169,26 @@ class FlashAttnBackend:
 class FlashAttn3Backend:
     """Version 3: a ragged call appends to the slots and attends to what they then hold.
 
-    Before such a call a kernel plans how keys are split among blocks. In a step that decodes, all layers of a kind have
-    one plan. Prompts' keys are not split, and their calls plan for themselves, which takes as long as to reset a plan.
+    It is the fastest for prompts, and slower than version 2 for rows that decode, unless their lengths are uneven.
     """
 
-    def __init__(self, layers: Mapping[int, AttentionConfig], module: str = "flash_attn_interface") -> None:
-        """`module`: the build's name."""
-        build: Any = importlib.import_module(module)
-        self._kernel, self._plan = build.flash_attn_with_kvcache, build.get_scheduler_metadata
+    def __init__(
+        self,
+        layers: Mapping[int, AttentionConfig],
+        module: str = "flash_attn_interface",
+        version_2: FlashAttnBackend | None = None,
+    ) -> None:
+        """`module`: the build's name; `version_2`: takes rows that decode, if it is there."""
+        self._kernel: Any = importlib.import_module(module).flash_attn_with_kvcache
         self._options = _options(layers)
+        self._version_2 = version_2
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         if 0 < batch.num_decode_rows < len(batch.slots):
             return prepare_apart(self.prepare, batch, cache)
+        if batch.is_decode and self._version_2 is not None:
+            return self._version_2.prepare(batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
-        num_splits, plan = 1, None  # prompts make enough blocks
-        if cache.max_seq_length == 1:
-            num_splits, plan = _SPLITS_AS_IT_SEES_FIT, self._plan_decode(batch, cache, longest)
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
@@ -194,50 +203,20 @@ class FlashAttn3Backend:
                 cu_seqlens_k_new=batch.row_offsets,
                 max_seqlen_q=cache.max_seq_length,
                 causal=True,
-                scheduler_metadata=None if plan is None else plan(layer_idx, query, key),
-                num_splits=num_splits,
+                num_splits=_splits_of(cache.max_seq_length),
                 **self._options[layer_idx],
             )
             return torch.as_tensor(output)
 
         return attend
 
-    def _plan_decode(
-        self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, longest: int
-    ) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The function that gives a layer its plan, int32, computed when the first layer of its kind asks for it."""
-        plans: dict[tuple[object, ...], torch.Tensor] = {}
-
-        def plan(layer_idx: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            options = self._options[layer_idx]
-            num_heads, head_dim = query.shape[1:]
-            kind = num_heads, key.shape[1], head_dim, options["window_size"], bool(options["softcap"])
-            if kind not in plans:
-                plans[kind] = self._plan(
-                    len(batch.slots),
-                    1,
-                    longest,
-                    num_heads,
-                    key.shape[1],
-                    head_dim,
-                    cache.cache_lengths,
-                    qkv_dtype=query.dtype,
-                    cu_seqlens_q=batch.row_offsets,
-                    cu_seqlens_k_new=batch.row_offsets,
-                    max_seqlen_k_new=1,
-                    causal=True,
-                    window_size=options["window_size"],
-                    has_softcap=bool(options["softcap"]),
-                    num_splits=_SPLITS_AS_IT_SEES_FIT,
-                )
-            return plans[kind]
-
-        return plan
-
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
-        each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
-        decode = self._read_rows(batch.decode_slots, batch.decode_lengths, each_row, 1)
+        if self._version_2 is not None:
+            decode = self._version_2.read_decode_rows(batch)
+        else:
+            each_row = torch.arange(len(batch.decodes) + 1, dtype=torch.int32, device=blocks.device)
+            decode = self._read_rows(batch.decode_slots, batch.decode_lengths, each_row, 1)
         return attend_padded(batch, blocks, decode, self.read_prompts(batch, blocks))
 
     def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:  # noqa: ARG002
@@ -246,7 +225,6 @@ class FlashAttn3Backend:
 
     def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
         """Attends to what slots hold, for rows of up to `most` tokens."""
-        num_splits = _SPLITS_AS_IT_SEES_FIT if most == 1 else 1
 
         def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
@@ -257,14 +235,18 @@ class FlashAttn3Backend:
                 cache_batch_idx=slots,
                 cu_seqlens_q=offsets,
                 max_seqlen_q=most,
-                scheduler_metadata=None,
                 causal=True,
-                num_splits=num_splits,
+                num_splits=_splits_of(most),
                 **self._options[layer_idx],
             )
             return torch.as_tensor(output)
 
         return read
+
+
+def _splits_of(most_queries: int) -> int:
+    """Parts that version 3 divides the keys of rows of up to so many tokens into: prompts make enough blocks."""
+    return _SPLITS_AS_IT_SEES_FIT if most_queries == 1 else 1
 
 
 class TorchVarlenBackend:

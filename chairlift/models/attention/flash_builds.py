@@ -82,6 +82,11 @@ def is_version_3(module: str) -> bool:
     return module in _FLASH_ATTN_3
 
 
+def is_version_2_installed() -> bool:
+    """True if there is a build of version 2, which lacks no kernels."""
+    return importlib.util.find_spec(_FLASH_ATTN_2) is not None
+
+
 def _installed_modules(capability: tuple[int, int]) -> list[str]:
     """Names the modules of flash-attn that are there for such a GPU, the preferred one first."""
     wanted = (*_FLASH_ATTN_3, _FLASH_ATTN_2) if capability[0] == _HOPPER else (_FLASH_ATTN_2,)

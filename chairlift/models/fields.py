@@ -30,6 +30,8 @@ def check_sizes(config: Any) -> None:
     """CheckpointError for a size that is none, and for heads that cannot share keys."""
     for name in (*_SIZES, "max_position_embeddings", "head_dim"):
         size = getattr(config, name, None)
+        if size is not None and type(size) is not int:  # transformers lets anything be in fields that it does not know
+            raise CheckpointError(f"{name} must be a whole number, not {shown(size)}")
         if size is not None and size < 1:
             raise CheckpointError(f"{name} must be at least 1, not {size}")
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads

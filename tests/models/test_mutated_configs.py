@@ -13,7 +13,7 @@ from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.claims import MAX_LAYERS, MAX_SIZE
 from tests.models.support import read_config, refusal, write_config
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import SMALL, make_checkpoint
 from tests.support.gguf_files import Kind, write_model
 
 LIMIT_S = 10.0  # of this thread's processor time, for a refusal; without bounds it takes minutes, or never ends
@@ -106,6 +106,14 @@ def test_a_config_alone_is_bounded_too(made: dict[str, Path], tmp_path: Path) ->
     path = write_config(tmp_path, read_config(made["llama"]), num_hidden_layers=MAX_LAYERS + 1)
     with pytest.raises(ConfigurationError, match="num_hidden_layers must be at most 1024, not 1025"):
         EngineCore(EngineConfig(model=path, load_format=LoadFormat.DUMMY))
+
+
+@pytest.mark.parametrize("value", [math.nan, 16.0, True], ids=repr)
+def test_a_size_that_transformers_does_not_know_is_a_whole_number(tmp_path: Path, value: object) -> None:
+    granite = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+    sizes = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "head_dim": value}
+    said = refusal(write_config(tmp_path, SMALL, granite, sizes), open_checkpoint)
+    assert said.endswith(f"head_dim must be a whole number, not {value!r}")
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS[:-2], ids=repr)

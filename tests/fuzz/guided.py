@@ -63,7 +63,7 @@ def _fuzz(given: argparse.Namespace, directory: Path) -> int:
         command = [sys.executable, "-m", "tests.fuzz.guided_target", str(findings), str(corpus)]
         command += [f"-max_total_time={seconds}", f"-seed={given.seed + starts}", f"-artifact_prefix={findings}/"]
         command += [f"-rss_limit_mb={_RSS_LIMIT_MB}", f"-timeout={_TIMEOUT_S}", f"-max_len={_MOST_BYTES}"]
-        command += [f"-mutate_depth={_MOST_MUTATIONS}"]
+        command += [f"-mutate_depth={_MOST_MUTATIONS}", f"-report_slow_units={_TIMEOUT_S}"]
         one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         num_before = len(list(findings.iterdir()))
         done = subprocess.run(command, check=False, env={**os.environ, **one_thread})

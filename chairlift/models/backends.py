@@ -40,6 +40,8 @@ def find_obstacle(
         case AttentionBackend.CPU:
             return cpu.find_obstacle(model, dtype, device, num_ranks)
         case AttentionBackend.FLASH_ATTN:
+            if _has_sinks(model):
+                return "its kernels have no sinks"
             return flash_builds.find_obstacle(model.attention, model.head_dims, dtype, device)
         case AttentionBackend.TRITON:
             return triton.find_obstacle(model.head_dims, device)
@@ -76,9 +78,13 @@ def _load_flash_attn(model: ModelShape, dtype: torch.dtype, device: torch.device
         ) from error
 
 
+def _has_sinks(model: ModelShape) -> bool:
+    return any(each.has_sinks for each in model.attention.values())
+
+
 def _has_varlen(model: ModelShape, dtype: torch.dtype) -> bool:
     has_softcap = any(each.softcap is not None for each in model.attention.values())
-    return model.is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
+    return model.is_plain and not _has_sinks(model) and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
 
 
 def _load_prompt_backend(model: ModelShape, dtype: torch.dtype, device: torch.device) -> PaddingBackend | None:

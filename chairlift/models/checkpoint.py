@@ -13,6 +13,8 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError, named, shown
+from chairlift.models.alternating import AlternatingWeights
+from chairlift.models.blocks import AlternatingExperts
 from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
@@ -55,6 +57,8 @@ class Checkpoint:
         if self.compression is not None:
             return CompressedWeights(files, self.compression)
         stacked = self.config.names.stacked if isinstance(self.config, ModelConfig) else None
+        if isinstance(stacked, AlternatingExperts):
+            return AlternatingWeights(files, stacked)
         return files if stacked is None else StackedWeights(files, stacked)
 
 

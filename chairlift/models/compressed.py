@@ -19,6 +19,7 @@ from chairlift.models.stored import GroupFormat, SafetensorsWeights, StoredTenso
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
 _SPREAD_OVER = 128  # inputs; a whole row's scale is repeated for each 128, or for 64 or 32 where 128 does not fit
+_TOLD_BY_NAMES = "mxfp4"  # of the experts' tensors, which `alternating` reads
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
 _SCALE_BYTES = 4
 
@@ -40,6 +41,8 @@ def read_compression(raw: dict[str, Any]) -> Compression | None:
     if not isinstance(stated, dict):
         raise CheckpointError(f"quantization_config must be an object, not {shown(stated)}")
     method = stated.get("quant_method", "an unnamed method")
+    if method == _TOLD_BY_NAMES:
+        return None
     if method not in _READERS_OF_CONFIGS:
         raise _unreadable(f"quantized with {named(method)}")
     return _READERS_OF_CONFIGS[method](stated)

@@ -2,11 +2,12 @@
 
 from operator import attrgetter
 
-from chairlift.models.blocks import Activation, QKNorm, StackedExperts, TensorNames
+from chairlift.models.blocks import Activation, AlternatingExperts, QKNorm, StackedExperts, TensorNames
 from chairlift.models.family import ATTENTION_BIAS, MULTIPLIERS, Family
 from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
 from chairlift.models.mixtures import (
     read_glm4_moe,
+    read_gpt_oss,
     read_granite_moe,
     read_lfm2_moe,
     read_mixtral,
@@ -63,6 +64,16 @@ MIXTURE_FAMILIES = {
         mixers={"linear_attention": read_gated_delta_net},
         mixtures=read_qwen3_5_moe,
         names=TensorNames((*_ROUTER, *_SHARED), stacked=_STACKED, skipped=NOT_TEXT),
+    ),
+    "GptOssForCausalLM": Family(
+        "GptOssConfig",
+        {**ATTENTION_BIAS, "has_sinks": True},
+        {"activation": Activation.SILU},  # it has no dense layers
+        has_windows=True,
+        mixtures=read_gpt_oss,
+        names=TensorNames(
+            (("experts.router", "mlp.router"), ("experts.", "mlp.experts.")), stacked=AlternatingExperts("mlp.experts.")
+        ),
     ),
     "GraniteMoeForCausalLM": Family(
         "GraniteMoeConfig",

@@ -6,7 +6,7 @@ Each function returns a layer's blocks after its mixer for every layer, and no b
 from typing import Any
 
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.blocks import Block, ExpertsBlock, Router, Scoring, SharedMLPBlock
+from chairlift.models.blocks import Block, ClampedSwiGLU, ExpertsBlock, Router, Scoring, SharedMLPBlock
 from chairlift.models.claims import MAX_EXPERTS
 from chairlift.models.config import Layer
 from chairlift.models.fields import has_fused_mlps, read_activation
@@ -74,7 +74,7 @@ def read_lfm2_moe(config: Any) -> list[Layer]:
         is_normalised=config.norm_topk_prob,
         scoring=Scoring.SIGMOID,
         eps=_LFM2_EPS,
-        scale=_scale(config),
+        scale=_positive(config, "routed_scaling_factor"),
         has_choice_bias=config.use_expert_bias,
     )
     experts = ExpertsBlock(router=router, intermediate_size=_size(config, "moe_intermediate_size"))
@@ -88,7 +88,7 @@ def read_glm4_moe(config: Any) -> list[Layer]:
         is_normalised=config.norm_topk_prob,
         scoring=Scoring.SIGMOID,
         eps=_GLM_EPS,
-        scale=_scale(config),
+        scale=_positive(config, "routed_scaling_factor"),
         has_choice_bias=True,
         num_groups=config.n_group,
         num_chosen_groups=config.topk_group,
@@ -98,6 +98,14 @@ def read_glm4_moe(config: Any) -> list[Layer]:
         size = config.n_shared_experts * config.moe_intermediate_size
         blocks += (SharedMLPBlock(intermediate_size=size, activation=read_activation(config)),)
     return _after_dense(config, config.first_k_dense_replace, blocks)
+
+
+def read_gpt_oss(config: Any) -> list[Layer]:
+    """Every layer has experts, with biases and a gate that is clamped."""
+    router = _router(config, is_normalised=True, has_bias=True)
+    limits = ClampedSwiGLU(_positive(config, "swiglu_alpha"), _positive(config, "swiglu_limit"))
+    experts = ExpertsBlock(router=router, intermediate_size=config.intermediate_size, activation=limits, has_bias=True)
+    return [(experts,)] * config.num_hidden_layers
 
 
 def _router(config: Any, *, is_normalised: bool, **fields: Any) -> Router:
@@ -142,8 +150,8 @@ def _size(config: Any, name: str) -> int:
     return size
 
 
-def _scale(config: Any) -> float:
-    scale = config.routed_scaling_factor
-    if type(scale) not in (int, float) or not 0 < scale < float("inf"):
-        raise CheckpointError(f"routed_scaling_factor must be a positive number, not {shown(scale)}")
-    return float(scale)
+def _positive(config: Any, name: str) -> float:
+    value = getattr(config, name)
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise CheckpointError(f"{name} must be a positive number, not {shown(value)}")
+    return float(value)

@@ -61,7 +61,7 @@ def test_distributions_are_those_of_the_torch_model() -> None:
     model = load_model(open_checkpoint("bundled"), DType.FLOAT32, "cpu", 64)
     window = torch.tensor(tokens[:64])
 
-    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: object) -> torch.Tensor:
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended[0].transpose(0, 1)

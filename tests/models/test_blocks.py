@@ -45,7 +45,13 @@ LENGTHS = (40, 23)
 def computed_whole(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """Logits `[T, vocab]` of a sequence in one go, without a cache: each query attends to the keys of the same pass."""
 
-    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,  # noqa: ARG001
+    ) -> torch.Tensor:
         config, num_groups = model.config.attention[layer_idx], query.shape[1] // key.shape[1]
         ages = torch.arange(len(query))[:, None] - torch.arange(len(query))
         is_seen = (ages >= 0) & (ages < (config.window or len(query)))

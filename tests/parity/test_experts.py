@@ -21,6 +21,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.loader import grouped_size
 from chairlift.models.parallel import find_split_obstacle
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
@@ -48,6 +49,15 @@ GLM: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
     "head_dim": 64,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
 }
 
 # A name begins with the model type.
@@ -95,6 +105,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "use_expert_bias": False,
         "norm_topk_prob": False,
+    },
+    "gpt_oss": {**LOCAL, "sliding_window": 62, "rope_parameters": YARN},
+    "gpt_oss, windows alone": {
+        **LOCAL,
+        "head_dim": 64,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention"] * 3,
+        "sliding_window": 3,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe, one group": {**GLM, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False},
@@ -189,6 +209,28 @@ def test_stacked_experts_are_read_as_single_ones_are(tmp_path: Path) -> None:
     assert_near(bench(tmp_path).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
 
 
+def test_experts_in_mxfp4_are_the_numbers_of_their_codes(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, seed=3, model_type="gpt_oss", **FAMILIES["gpt_oss"])
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    changed: dict[str, torch.Tensor | None] = {}
+    for name, parameter in reference.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, num_inputs, num_outputs = parameter.shape
+        codes = torch.randint(16, (num_experts, num_outputs, num_inputs // 32, 32), dtype=torch.uint8)
+        exponents = torch.randint(120, 126, (num_experts, num_outputs, num_inputs // 32), dtype=torch.uint8)
+        numbers = values[codes.long()] * torch.exp2(exponents[..., None].float() - 127)
+        parameter.data = numbers.flatten(2).transpose(1, 2).contiguous()
+        changed |= {name: None, f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": exponents}
+    edit(tmp_path, changed)
+    write_config(tmp_path, read_config(tmp_path), quantization_config={"quant_method": "mxfp4"})
+    (tokens,) = random_prompts(4, [40])
+    assert_near(bench(tmp_path).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
+    assert grouped_size(open_checkpoint(str(tmp_path))) is not None
+    edit(tmp_path, {"model.layers.1.mlp.experts.down_proj_scales": None})
+    assert "tensor model.layers.1.mlp.experts.down_proj_blocks has no scales model.layers.1." in refusal(tmp_path)
+
+
 def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, model_type="glm4_moe", **FAMILIES["glm4_moe"])
     edit(tmp_path, {"model.layers.3.eh_proj.weight": torch.ones(4, 4)})
@@ -237,7 +279,8 @@ def test_experts_are_not_divided_among_devices(directory: Path) -> None:
     assert find_split_obstacle(opened, 2) == "its experts are not divided among devices"
 
 
-GGUF = [family for family in FAMILIES if family not in ("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias")]
+OTHERS = ("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias", "gpt_oss, windows alone")
+GGUF = [family for family in FAMILIES if family not in OTHERS]
 """Families as llama.cpp has them: it normalises the weights of some always, and of others never."""
 
 

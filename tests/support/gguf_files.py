@@ -92,7 +92,7 @@ def write_model(
         data = weight.float().numpy()
         if of_experts := list(gguf_mixtures.converted(name, data, config)):
             for own_name, part in of_experts:
-                stored = _kind_of(own_name, kind) if part.ndim > 1 and "gate_inp" not in own_name else Kind.F32
+                stored = _kind_of(own_name, kind) if _is_matrix(own_name, part) else Kind.F32
                 writer.add_tensor(own_name, _encoded(part, stored), raw_dtype=stored)
             continue
         pairs = [(name, _converted(name, data, config, architecture))] if not is_recurrent else None
@@ -113,6 +113,11 @@ def _encoded(data: Array, kind: Kind) -> npt.NDArray[Any]:
     except NotImplementedError:
         num_elements, num_bytes = GGML_QUANT_SIZES[kind]
         return np.zeros((*data.shape[:-1], data.shape[-1] // num_elements * num_bytes), dtype=np.uint8)
+
+
+def _is_matrix(name: str, part: Array) -> bool:
+    """True for the matrices of experts and of a shared one, but for a router."""
+    return part.ndim > 1 and name.endswith("weight") and "gate_inp" not in name
 
 
 def _kind_of(name: str, kind: Kind | dict[str, Kind]) -> Kind:

@@ -19,12 +19,15 @@ ARCHITECTURES = {
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
 }
 
 _OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.(mlp|feed_forward|block_sparse_moe|shared_mlp)\.(.*)")
+_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks")
 _NAMES = {
     "gate.weight": "ffn_gate_inp.weight",
     "router.weight": "ffn_gate_inp.weight",
+    "router.bias": "ffn_gate_inp.bias",
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "gate.e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
@@ -48,7 +51,9 @@ def add_experts(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
     """Writes the numbers of experts, and how a router chooses."""
     writer.add_expert_count(num_experts_of(config))
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if inner := getattr(config, "moe_intermediate_size", None):
+    if architecture is MODEL_ARCH.GPT_OSS:
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    elif inner := getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(inner)
     shared = getattr(config, "shared_expert_intermediate_size", None) or getattr(
         config, "shared_intermediate_size", None
@@ -71,14 +76,30 @@ def add_experts(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
 
 def converted(name: str, weight: Array, config: Any) -> Iterator[tuple[str, Array]]:
     """Yields the tensors of a router, of experts and of shared ones by their names in the file; nothing for others."""
+    if sinks := _SINKS.fullmatch(name):
+        yield f"blk.{sinks[1]}.attn_sinks.weight", weight
     match = _OF_A_LAYER.fullmatch(name)
     if match is None or not num_experts_of(config):
         return
     layer, part = f"blk.{match[1]}.", match[3]
-    if part in _NAMES:
+    if config.model_type == "gpt_oss" and part.startswith("experts."):
+        yield from _alternating(layer, part, weight)
+    elif part in _NAMES:
         yield layer + _NAMES[part], weight.squeeze(0) if part == "shared_expert_gate.weight" else weight
     elif part in _HALVES:
         for half, rows in zip(_HALVES[part], np.split(weight, 2, axis=-2), strict=True):
             yield f"{layer}{half}.weight", np.ascontiguousarray(rows)
     elif shared := _SHARED.fullmatch(part):
         yield f"{layer}ffn_{shared[1]}_shexp.weight", weight
+
+
+def _alternating(layer: str, part: str, weight: Array) -> Iterator[tuple[str, Array]]:
+    """A stack of gpt-oss: outputs come last, and those of gate and up in turns."""
+    if part.endswith("_proj"):
+        weight = weight.swapaxes(1, 2)
+    leaf = "bias" if part.endswith("bias") else "weight"
+    if "gate_up" in part:
+        yield f"{layer}ffn_gate_exps.{leaf}", np.ascontiguousarray(weight[:, ::2])
+        yield f"{layer}ffn_up_exps.{leaf}", np.ascontiguousarray(weight[:, 1::2])
+    else:
+        yield f"{layer}ffn_down_exps.{leaf}", np.ascontiguousarray(weight)

@@ -9,7 +9,7 @@ Tokens of all rows lie end to end, decode rows first:
     row_offsets  0    1    2    3             7       9        B + 1
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -17,8 +17,22 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(layer_idx, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D]) -> [T, Hq, D]`; appends key and value."""
+
+class Attend(Protocol):
+    """Appends a layer's keys and values, and attends."""
+
+    def __call__(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """`[T, Hq, D]`, `[T, Hkv, D]` twice -> `[T, Hq, D]`. `sinks`, float32 `[Hq]`: see `AttentionConfig`."""
+        ...
+
 
 Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
@@ -28,11 +42,15 @@ _MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Describes what attention computes in a layer: softmax(c tanh(scale q k / c)) v over the keys in its window."""
+    """Describes what attention computes in a layer: softmax(c tanh(scale q k / c)) v over the keys in its window.
+
+    A sink is a score of its head that takes a part of the softmax, and has no value.
+    """
 
     scale: float
     window: int | None = None  # keys that a query sees, its own included; None: all
     softcap: float | None = None  # c above; None: the scores as they are
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,15 @@ def prepare_apart(
     decode = prepare(*_rows_of(batch, cache, slice(None, num_decode)))
     prefill = prepare(*_rows_of(batch, cache, slice(num_decode, None)))
 
-    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        decoded = decode(layer_idx, query[:num_decode], key[:num_decode], value[:num_decode])
-        prefilled = prefill(layer_idx, query[num_decode:], key[num_decode:], value[num_decode:])
+    def attend(
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        decoded = decode(layer_idx, query[:num_decode], key[:num_decode], value[:num_decode], sinks)
+        prefilled = prefill(layer_idx, query[num_decode:], key[num_decode:], value[num_decode:], sinks)
         return torch.cat((decoded, prefilled))
 
     return attend
@@ -114,7 +120,14 @@ def attend_padded(
     slots, positions, is_decode = batch.token_slots, batch.positions, batch.decodes[:, None, None]
     most = len(batch.decodes)
 
-    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "models that have sinks have experts, whose steps are not recorded"
         keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
         append(keys, values, key, value, slots, positions)
         output = prefill(layer_idx, query, keys, values)

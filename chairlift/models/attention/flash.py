@@ -37,6 +37,9 @@ _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
 
 
+_NO_SINKS = "layers with sinks have another backend"
+
+
 def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
     """The installed version for that device, of which there must be one, or both. ImportError if it does not load."""
     module = find_flash_attn(torch.cuda.get_device_capability(device), demands)
@@ -81,7 +84,14 @@ class FlashAttnBackend:
         # To split a single page between blocks of threads takes longer (140 tokens on an H200: 9.9 instead of 8.3 us).
         num_splits = 1 if longest == PAGE_SIZE else _SPLITS_AS_IT_SEES_FIT
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert sinks is None, _NO_SINKS
             output = self._decode(
                 query.unsqueeze(1),  # [B, 1, Hq, D]
                 cache.get_key_cache(layer_idx)[:, :longest],
@@ -103,7 +113,14 @@ class FlashAttnBackend:
         key_offsets = torch.nn.functional.pad(torch.cumsum(key_lengths(batch, cache), 0, dtype=torch.int32), (1, 0))
         pages = cache.lookup_table.unsqueeze(1)
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert sinks is None, _NO_SINKS
             append(layer_idx, key, value)
             output = self._prefill(
                 query,
@@ -190,7 +207,14 @@ class FlashAttn3Backend:
             return self._version_2.prepare(batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert sinks is None, _NO_SINKS
             output = self._kernel(
                 query,
                 cache.get_key_cache(layer_idx)[:, :longest],
@@ -267,7 +291,14 @@ class TorchVarlenBackend:
         rows = _slot_offsets(cache.blocks, cache.lookup_table), key_lengths(batch, cache), batch.row_offsets
         read = self._read_rows(*rows, cache.max_seq_length, view_length(cache))
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert sinks is None, _NO_SINKS
             append(layer_idx, key, value)
             return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx))
 

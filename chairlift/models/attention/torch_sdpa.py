@@ -9,7 +9,7 @@ Elsewhere that would need the slots' numbers on the host, and kernels that canno
 the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence, the windows of
 decode rows are copied together on any device, so that steps do not get slower beyond the window.
 
-Torch's function has no soft cap: scores that have one are computed by separate operators.
+Torch's function has no soft cap and no sinks: scores that have one are computed by separate operators.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,15 +29,23 @@ def _attention(
     value: torch.Tensor,
     config: AttentionConfig,
     mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[..., n, D]` over `[..., m, D]`; `mask` is bool (what is seen) or added to the scores."""
-    if config.softcap is None:
+    """`[..., n, D]` over `[..., m, D]`; `mask` is bool (what is seen) or added to the scores.
+
+    `sinks` stand beside the scores, `[..., n, 1]` or what becomes that.
+    """
+    if config.softcap is None and sinks is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=config.scale)
     scores = query @ key.transpose(-1, -2) * config.scale
-    scores = torch.tanh(scores / config.softcap) * config.softcap
+    if config.softcap is not None:
+        scores = torch.tanh(scores / config.softcap) * config.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    beside = torch.cat((scores.float(), sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return beside.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +58,22 @@ class _DecodeRows:
     mask: torch.Tensor  # [n, 1, 1, length]: which of the keys may be seen
     places: torch.Tensor | None = None  # int64: the rows' own sequences among those that are read; None: all, in order
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Fills the rows' part of `output` [T, Hq, D]; keys and values `[n_slots, S, H, D]`."""
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query[self.rows].reshape(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         if self.places is not None:  # slots of the range that have no row get a query of zeros
             grouped = grouped.new_zeros(len(self.mask), *grouped.shape[1:]).index_copy_(0, self.places, grouped)
         key, value = (self.read(x).transpose(1, 2) for x in (keys, values))
-        attended = _attention(grouped, key, value, self.config, self.mask)
+        own = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        attended = _attention(grouped, key, value, self.config, self.mask, own)
         output[self.rows] = (attended if self.places is None else attended[self.places]).flatten(1, 2)
 
 
@@ -73,7 +89,14 @@ class _PrefillRow:
     end: int
     mask: torch.Tensor | None  # [tokens, end - begin]; None: causal, nothing was cached
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """As `_DecodeRows.attend`."""
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query[self.start : self.stop].view(self.stop - self.start, num_kv_heads, -1, head_dim)
@@ -82,7 +105,8 @@ class _PrefillRow:
         if self.mask is None:
             attended = scaled_dot_product_attention(grouped, key, value, is_causal=True, scale=self.config.scale)
         else:
-            attended = _attention(grouped, key, value, self.config, self.mask)
+            own = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+            attended = _attention(grouped, key, value, self.config, self.mask, own)
         output[self.start : self.stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _read(self, cache: torch.Tensor) -> torch.Tensor:
@@ -102,12 +126,18 @@ class TorchBackend:
         append = append_tokens(batch, cache)
         parts = [self._parts(batch, cache, config) for config in self._kinds]
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             append(layer_idx, key, value)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
             for part in parts[self._kind_of[layer_idx]]:
-                part.attend(query, keys, values, output)
+                part.attend(query, keys, values, output, sinks)
             return output
 
         return attend
@@ -184,7 +214,7 @@ def _prefill_rows(
         num_new, num_cached = batch.num_new_tokens[row], batch.num_cached_tokens[row]
         begin, end = 0 if window is None else max(0, num_cached - window + 1), num_cached + num_new
         mask = None
-        if num_cached or config.softcap is not None or window is not None:
+        if num_cached or config.softcap is not None or config.has_sinks or window is not None:
             mask = torch.ones(num_new, end - begin, dtype=torch.bool, device=device).tril_(num_cached - begin)
         if mask is not None and window is not None:
             mask.triu_(num_cached - begin - window + 1)
@@ -205,7 +235,13 @@ def attend_alone(
     """
     ends = list(zip(slots.tolist(), (positions + 1).tolist(), strict=True))
 
-    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
         keys[slots, positions] = key
         values[slots, positions] = value
@@ -220,7 +256,8 @@ def attend_alone(
                 continue
             seen = slice(0 if window is None else max(0, end - window), end)
             key_view, value_view = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
-            output[row] = _attention(grouped[row : row + 1], key_view, value_view, config)[0]
+            own = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            output[row] = _attention(grouped[row : row + 1], key_view, value_view, config, sinks=own)[0]
         return output.view_as(query)
 
     return attend

@@ -74,7 +74,13 @@ class TritonBackend:
         slots, positions, lengths = cache.lookup_table, cache.cache_lengths, cache.cache_lengths + 1
         plans: dict[tuple[int, int | None], Chunks] = {}
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             self._appending.append(keys, values, key, value, slots, positions)
@@ -82,7 +88,7 @@ class TritonBackend:
             if kind not in plans:  # all layers of that kind have one
                 plans[kind] = self._decoding.plan_chunks(lengths, slots, *kind)
             attended: torch.Tensor = self._decoding.attend(
-                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap
+                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap, sinks=sinks
             )
             return attended
 
@@ -91,7 +97,13 @@ class TritonBackend:
     def _prepare_prefill(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         slots, lengths = token_slots(batch, cache), key_lengths(batch, cache)
 
-        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer_idx: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             self._appending.append(keys, values, key, value, slots, batch.positions)
@@ -106,6 +118,7 @@ class TritonBackend:
                 scale=config.scale,
                 window=config.window,
                 softcap=config.softcap,
+                sinks=sinks,
             )
             return attended
 

@@ -20,7 +20,7 @@ from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
-from chairlift.models.blocks.names import AS_LLAMA, StackedExperts, TensorNames
+from chairlift.models.blocks.names import AS_LLAMA, AlternatingExperts, StackedExperts, TensorNames
 from chairlift.models.blocks.router import Router, Scoring
 from chairlift.models.blocks.shared_mlp import SharedMLPBlock
 
@@ -28,6 +28,7 @@ __all__ = [
     "AS_LLAMA",
     "EMBEDDING",
     "Activation",
+    "AlternatingExperts",
     "Arrange",
     "AttentionBlock",
     "Block",

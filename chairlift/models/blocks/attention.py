@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import ClassVar, Self
 
 import torch
+from torch import nn
 
 from chairlift.cache.layout import KVCacheParams
 from chairlift.models.attention import AttentionConfig
@@ -57,6 +58,7 @@ class AttentionBlock:
     has_output_bias: bool = False
     has_output_gate: bool = False  # q_proj gives, head by head, the query and a gate of what the head attends to
     growth: QueryGrowth | None = None  # None: queries are as they are
+    has_sinks: bool = False  # a score of each head that takes a part of the softmax
     input_scale: float = 1.0
     output_scale: float = 1.0
     is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
@@ -74,7 +76,7 @@ class AttentionBlock:
     @property
     def attention(self) -> AttentionConfig:
         """Describes what an attention backend computes for it."""
-        return AttentionConfig(self.scale, self.window, self.softcap)
+        return AttentionConfig(self.scale, self.window, self.softcap, self.has_sinks)
 
     def make(self, layer_idx: int, hidden_size: int, make_norm: Callable[[int], RMSNorm]) -> "SelfAttention":
         return SelfAttention(self, layer_idx, hidden_size, make_norm)
@@ -89,12 +91,14 @@ class AttentionBlock:
         )
         if self.is_fused:
             parts = (Part("qkv_proj", "attn_qkv", (queries, keys, keys)),)
+        sinks = Weight.parameter(Part("sinks", "attn_sinks.weight", (Units(self.num_heads),)), Cut.ROWS)
         norm_cut = Cut.ROWS if self.qk_norm is QKNorm.ALL_HEADS else Cut.NONE
         return (
             Weight("qkv_proj", parts, Cut.ROWS),
             Weight("o_proj", (Part("o_proj", "attn_output", (queries,)),), Cut.COLUMNS),
             Weight("q_norm", (Part("q_norm", "attn_q_norm", (queries,)),), norm_cut),
             Weight("k_norm", (Part("k_norm", "attn_k_norm", (keys,)),), norm_cut),
+            *((sinks,) if self.has_sinks else ()),
         )
 
     def divide(self, num_ranks: int) -> Self:
@@ -128,6 +132,7 @@ class SelfAttention(BlockModule):
         num_fused_heads = block.num_heads * (1 + block.has_output_gate) + 2 * block.num_kv_heads
         self.qkv_proj = Linear(hidden_size, num_fused_heads * block.head_dim, bias=block.has_qkv_bias)
         self.o_proj = Linear(block.num_heads * block.head_dim, hidden_size, bias=block.has_output_bias)
+        self.sinks = nn.Parameter(torch.empty(block.num_heads)) if block.has_sinks else None
         self.q_norm = self.k_norm = None
         if block.qk_norm is not QKNorm.NONE:
             is_per_head = block.qk_norm is QKNorm.HEAD
@@ -157,7 +162,7 @@ class SelfAttention(BlockModule):
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         if self.block.growth is not None:
             query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
-        attended = now.attend(self.layer_idx, query, key, value)
+        attended = now.attend(self.layer_idx, query, key, value, self.sinks)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         projected: torch.Tensor = self.o_proj(attended.flatten(1), addend=now.residual)
@@ -199,6 +204,7 @@ class SelfAttention(BlockModule):
             "out": packer.matrix(self.o_proj),
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
+            "sinks": None if self.sinks is None else packer.vector(self.sinks),
             "rope": None if rotation is None else rotation.address,
             "num_heads": block.num_heads,
             "num_kv_heads": block.num_kv_heads,

@@ -26,12 +26,23 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class AlternatingExperts:
+    """Names the place of stacked experts whose gate and up alternate, output by output, as gpt-oss has them.
+
+    `gate_up_proj` is `[experts, hidden, 2 inner]` and `down_proj` `[experts, inner, hidden]`, or each is in MXFP4 with
+    outputs first. Their biases stand beside them.
+    """
+
+    within: str  # as above
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names in a family's checkpoints."""
 
     spellings: tuple[tuple[str, str], ...] = ()  # beginnings of names within a layer or the body: ours, theirs
     endings: tuple[tuple[str, str], ...] = ()  # of names, likewise
-    stacked: StackedExperts | None = None  # None: each expert has tensors of its own
+    stacked: StackedExperts | AlternatingExperts | None = None  # None: each expert has tensors of its own
     body: str = _BODY  # stands before the names of the embedding, the layers and the last norm
     head: str = _HEAD
     skipped: tuple[str, ...] = ()  # beginnings of tensors that the text model does without

@@ -20,7 +20,7 @@ class Matrix(ctypes.Structure):
 class AttentionBlock(ctypes.Structure):
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "out")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "sinks", "rope")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "group", "plane")),
         *((name, c_double) for name in ("scale", "softcap", "input_scale", "output_scale")),

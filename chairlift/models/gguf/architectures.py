@@ -11,6 +11,7 @@ from chairlift.models.config import LAYER_TYPES
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.mixtures import (
     extend_glm4_moe,
+    extend_gpt_oss,
     extend_granite_moe,
     extend_granite_moe_hybrid,
     extend_lfm2_moe,
@@ -112,6 +113,9 @@ ARCHITECTURES = {
         "GraniteMoeForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_moe
     ),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", extend=extend_lfm2_moe, spellings={"output_norm": "token_embd_norm"}),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", numbers=_WINDOW, extend=extend_gpt_oss, spellings={"ffn_norm": "post_attention_norm"}
+    ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", extend=extend_glm4_moe, spellings={"ffn_norm": "post_attention_norm"}
     ),

@@ -7,7 +7,7 @@ from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.recurrent import extend_granite_hybrid, extend_lfm2, extend_qwen35
 
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of what makes scores of a router's logits
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes scores of a router's logits
 
 
 def extend_qwen2_moe(config: Config, fields: Fields) -> Config:
@@ -84,6 +84,17 @@ def extend_glm4_moe(config: Config, fields: Fields) -> Config:
         "norm_topk_prob": is_normalised,
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
         "use_qk_norm": fields.has_tensor("attn_q_norm.weight"),
+    }
+
+
+def extend_gpt_oss(config: Config, fields: Fields) -> Config:
+    """Adds what a gpt-oss has. The bounds of its angles are not whole numbers, which a file does not say."""
+    rope = config["rope_parameters"]
+    return {
+        **config,
+        **_counts(fields, "num_local_experts", scoring=_SOFTMAX_OF_CHOSEN),
+        "intermediate_size": _inner(config, fields)["moe_intermediate_size"],
+        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
     }
 
 

@@ -32,6 +32,7 @@ struct Matrix {
 struct AttentionBlock {
     Matrix qkv, out;  // qkv: heads of queries, of keys, of gates if there are any, of values
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
+    const float* sinks;  // [num_heads]: scores that take a part of the softmax; null if there are none
     const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t window;                   // keys that a query sees at most, its own included

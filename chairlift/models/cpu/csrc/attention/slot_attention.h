@@ -96,6 +96,14 @@ template <class T> struct SlotAttention {
         return true;
     }
 
+    // As of a key with that score: scores are logarithms to base 2.
+    float weight_of_sink(int64_t head, float maximum) const {
+        if (!block.sinks) return 0;
+        float weights[LANES];
+        store16(weights, exp2_16(splat(block.sinks[head] * LOG2_E - maximum)));
+        return weights[0];
+    }
+
     void finish(const Task& task, int64_t kv_head, int64_t first_token, const SoftmaxState& merged) const {
         const int64_t dim = block.head_dim;
         for (int q = 0; q < task.num_queries; q++) {
@@ -103,7 +111,7 @@ template <class T> struct SlotAttention {
             const int64_t t = first_token + index / list.heads_per_kv_head;
             const int64_t head = kv_head * list.heads_per_kv_head + index % list.heads_per_kv_head;
             T* to = attended.values + t * attended.stride + head * dim;
-            const float factor = 1 / merged.sum[q];
+            const float factor = 1 / (merged.sum[q] + weight_of_sink(head, merged.maximum[q]));
             for (int64_t d = 0; d < dim; d += 2 * LANES) {
                 f32x16 low = load16(merged.output + q * dim + d), high = load16(merged.output + q * dim + d + LANES);
                 restore_order(T{}, low, high);

@@ -84,7 +84,8 @@ def _has_sinks(model: ModelShape) -> bool:
 
 def _has_varlen(model: ModelShape, dtype: torch.dtype) -> bool:
     has_softcap = any(each.softcap is not None for each in model.attention.values())
-    return model.is_plain and not _has_sinks(model) and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
+    is_plain = model.is_plain and not _has_sinks(model)
+    return is_plain and flash.is_varlen_available(model.head_dims, dtype, has_softcap=has_softcap)
 
 
 def _load_prompt_backend(model: ModelShape, dtype: torch.dtype, device: torch.device) -> PaddingBackend | None:

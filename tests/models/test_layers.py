@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from chairlift import device
 from chairlift.device import compiled_on_gpu
 from chairlift.models import layers
+from chairlift.models.blocks import StackedLinear
 from chairlift.models.layers import Linear, RMSNorm, can_pack
 from chairlift.models.rotary import apply_rope
 from tests.support.gpu import needs_gpu
@@ -146,3 +147,13 @@ def test_compiled_functions_compute_what_plain_ones_do(function: Callable[..., A
         arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[function](num_tokens)]
         on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]
         torch.testing.assert_close(function(*on_gpu), function(*arguments), check_device=False, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_call_for_all_experts_computes_what_a_call_for_each_does(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stacked = StackedLinear(5, 16, 24, bias=has_bias).to(torch.bfloat16).requires_grad_(False)
+    x, counts = torch.randn(11, 16, generator=generator).bfloat16(), [4, 0, 1, 6, 0]
+    experts = torch.arange(5).repeat_interleave(torch.tensor(counts))
+    ours = stacked.forward_grouped(x, torch.tensor(counts).cumsum(0).int(), experts)
+    torch.testing.assert_close(ours, stacked.forward_each(x, counts), rtol=0.02, atol=0.02)

@@ -138,6 +138,28 @@ def test_logits_of_random_configurations_are_those_of_transformers(
     torch.testing.assert_close(ours.cpu(), theirs, rtol=3e-2, atol=5e-2)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {  # all of which are chosen, since a choice may tip with rounding
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 4},
+}
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS[:2])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_logits_of_experts_and_sinks_are_those_of_transformers(
+    tmp_path: Path, family: str, device: str, backend: AttentionBackend
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    shape = {"head_dim": 64, "rope_parameters": rope, **EXPERTS[family]}
+    saved = make_checkpoint(tmp_path, 0, torch.bfloat16, model_type=family, **shape)
+    prompts = random_prompts(0, [50, 3, 17])
+    model = load_model(open_checkpoint(str(tmp_path)), DType.BFLOAT16, device, SLOT_LEN)
+    ours = last_logits(model, prompts, backend, torch.device(device))
+    theirs = reference_logits(saved, prompts)
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=3e-2, atol=5e-2)
+
+
 @torch.inference_mode()
 def last_logits(
     model: Decoder, prompts: list[list[int]], backend: AttentionBackend, device: torch.device

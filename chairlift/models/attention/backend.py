@@ -9,7 +9,7 @@ Tokens of all rows lie end to end, decode rows first:
     row_offsets  0    1    2    3             7       9        B + 1
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

@@ -25,7 +25,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAIN, _BLOCKS, _SCALES, _BIAS = "", "_blocks", "_scales", "_bias"
 _DIMENSIONS = {_PLAIN: 3, _BLOCKS: 4, _BIAS: 2}
 _BYTES_OF_A_GROUP = mxfp4.GROUP_SIZE // 2
-_FORMAT = GroupFormat(8, mxfp4.GROUP_SIZE, 4)
+_FORMAT = GroupFormat(4, mxfp4.GROUP_SIZE, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class AlternatingWeights:
         exponents = self._one(f"{own.stack.removesuffix(_BLOCKS)}{_SCALES}", own.expert)[own.first :: own.step]
         if blocks.dtype != torch.uint8 or exponents.dtype != torch.uint8:
             raise CheckpointError(f"tensor {named(own.stack)} must be bytes, as its scales")
-        return mxfp4.to_groups(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1), exponents)
+        return GroupedWeight(4, blocks.flatten(1), mxfp4.scales_of(exponents), table=mxfp4.TABLE)
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
         """See `WeightReader`."""

@@ -11,6 +11,7 @@ GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _QUANTIZED_GROUP = 32
+_CODES = 16
 _SHARES_OF_RANGE = (1.0, 0.94, 0.88)
 
 
@@ -18,19 +19,22 @@ _SHARES_OF_RANGE = (1.0, 0.94, 0.88)
 class GroupedWeight:
     """A matrix `[out, in]` of integers, with a scale and perhaps an offset for each group of neighbours along `in`.
 
-    An element is `scale * value + offset`. Values of 8 bits are int8 `[out, in]`. Values of 4 bits, 0 to 15, are uint8
-    `[out, in / 2]`: the first of two neighbours is in the low half. Scales and offsets are `[out, in / group_size]`, of
-    any floating dtype.
+    An element is `scale * value + offset`, or with a table `scale * table[value] + offset`. Values of 8 bits are int8
+    `[out, in]`. Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is in the low half.
+    Scales and offsets are `[out, in / group_size]`, of any floating dtype.
     """
 
     num_bits: int
     values: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None  # None: they are all zero
+    table: torch.Tensor | None = None  # int8 [16]: what values of 4 bits stand for; None: for themselves
 
     def __post_init__(self) -> None:
         if self.num_bits not in (4, 8):
             raise ValueError(f"grouped weights have 4 or 8 bits, not {self.num_bits}")
+        if self.table is not None and (self.num_bits != 4 or len(self.table) != _CODES):
+            raise ValueError(f"a table is of the {_CODES} values of 4 bits")
         if self.scales.shape[1] < 1 or self.num_inputs % self.scales.shape[1]:
             raise ValueError(f"{self.num_inputs} inputs do not make {self.scales.shape[1]} groups of one size")
 
@@ -57,7 +61,11 @@ class GroupedWeight:
 
     def widened(self) -> Self:
         """The same numbers with values of 8 bits."""
-        return self if self.num_bits == 8 else replace(self, num_bits=8, values=self._integers().to(torch.int8))
+        return (
+            self
+            if self.num_bits == 8
+            else replace(self, num_bits=8, values=self._integers().to(torch.int8), table=None)
+        )
 
     def regrouped(self, group_size: int) -> Self:
         """The same numbers in smaller groups, of which the present ones are multiples."""
@@ -87,7 +95,8 @@ class GroupedWeight:
         """float32 `[out, in]`"""
         if self.num_bits == 8:
             return self.values.float()
-        return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).float()
+        values = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
+        return values.float() if self.table is None else self.table.float()[values.int()]
 
 
 def _compacted(numbers: torch.Tensor) -> torch.Tensor:
@@ -174,11 +183,12 @@ def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Stacks matrices, as for the projections of queries, keys and values. They must have one group size.
 
-    If they differ in bits, the result has 8. ValueError for group sizes that differ.
+    If they differ in bits, or in what these stand for, the result has 8. ValueError for group sizes that differ.
     """
     if len({weight.group_size for weight in weights}) > 1:
         raise ValueError("matrices with groups of different sizes cannot be stacked")
-    if len({weight.num_bits for weight in weights}) > 1:
+    tables = {None if weight.table is None else tuple(weight.table.tolist()) for weight in weights}
+    if len(tables) > 1 or len({weight.num_bits for weight in weights}) > 1:
         weights = [weight.widened() for weight in weights]
     offsets = None
     if any(each.offsets is not None for each in weights):
@@ -186,4 +196,4 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
             [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights]
         )
     values, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("values", "scales"))
-    return GroupedWeight(weights[0].num_bits, values, scales, offsets)
+    return GroupedWeight(weights[0].num_bits, values, scales, offsets, weights[0].table)

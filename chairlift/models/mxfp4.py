@@ -5,15 +5,13 @@ The format is the Open Compute Project's: https://www.opencompute.org/documents/
 
 import torch
 
-from chairlift.models.grouped import GroupedWeight
-
 GROUP_SIZE = 32
-_DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
+TABLE = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
+"""Twice the numbers that the codes stand for."""
+
 _BIAS_OF_EXPONENTS = 127
 
 
-def to_groups(codes: torch.Tensor, exponents: torch.Tensor) -> GroupedWeight:
-    """Returns the same numbers as integers with a scale: uint8 `[out, in]` codes, uint8 `[out, in / 32]` exponents."""
-    ones = torch.ones(exponents.shape)  # float32
-    scales = torch.ldexp(ones, exponents.int() - _BIAS_OF_EXPONENTS - 1)  # the table has the values doubled
-    return GroupedWeight(8, _DOUBLED[codes.int()], scales)
+def scales_of(exponents: torch.Tensor) -> torch.Tensor:
+    """uint8 of any shape -> float32: the factors of the numbers in the table."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS_OF_EXPONENTS - 1)

@@ -30,7 +30,7 @@ from tests.support.gguf_files import Kind, finish, new_writer, write_model
 
 LEGACY = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
 EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
-NUM_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
+NUM_BITS = dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), 4)
 DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
 

@@ -1,6 +1,7 @@
 """Matrices of small integers in groups: what they stand for, and rounding to them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,3 +173,17 @@ def test_a_large_matrix_is_rounded_as_its_rows_are(num_bits: int) -> None:
     for row in (0, 818, 819, 1638, 2499):
         alone = quantize(weight[row : row + 1], num_bits)
         assert torch.equal(alone.dequantize(), whole.rows(slice(row, row + 1)).dequantize())
+
+
+def test_values_that_a_table_names_keep_what_they_stand_for() -> None:
+    table, other = torch.arange(-8, 8, dtype=torch.int8), torch.arange(0, 16, dtype=torch.int8)
+    coded = replace(PLAIN, table=table)
+    expected = PLAIN.dequantize() - 8 * PLAIN.scales.float().repeat_interleave(PLAIN.group_size, dim=1)
+    assert torch.equal(coded.dequantize(), expected)
+    assert torch.equal(coded.widened().dequantize(), expected)
+    assert stack_rows([coded, coded]).num_bits == 4
+    mixed = stack_rows([coded, replace(PLAIN, table=other), PLAIN])
+    assert mixed.num_bits == 8
+    assert torch.equal(mixed.dequantize(), torch.cat([expected, PLAIN.dequantize(), PLAIN.dequantize()]))
+    with pytest.raises(ValueError, match="a table is of the 16 values of 4 bits"):
+        replace(coded, table=table[:15])

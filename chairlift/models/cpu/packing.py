@@ -5,7 +5,8 @@ of one output) are transposed: word k of all 16 outputs, then word k + 1. So seq
 dot-product instructions take. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
 Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits with 128 added; with 4 bits, words 2 k and
-2 k + 1 are the low and high halves of one. Their scales and offsets are transposed likewise.
+2 k + 1 are the low and high halves of one. A table says what halves stand for, if not for themselves. Their scales and
+offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
 first in both halves (`blocks/attention.py`), and the angle of the others is 0.
@@ -41,6 +42,7 @@ class PackedMatrix:
     scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units
     offsets: torch.Tensor | None = None  # likewise
     units: torch.Tensor | None = None  # float32 [padded out]
+    table: torch.Tensor | None = None  # uint8 [16]: bytes that values of 4 bits stand for
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix:
@@ -61,9 +63,11 @@ def pack_grouped(
     """
     if weight.group_size % GROUP_ALIGNMENT:
         raise ValueError(f"the kernels multiply groups of 32, 64, 96, ... weights, not of {weight.group_size}")
+    if weight.table is not None and weight.offsets is not None:
+        weight = weight.widened()
     scales = weight.scales.float()
     offsets = None if weight.offsets is None else weight.offsets.float()
-    if weight.num_bits == 4:
+    if weight.num_bits == 4 and weight.table is None:
         if offsets is None:
             offsets = torch.zeros_like(scales)
         elif torch.equal(offsets, -_ZERO_OF_4_BITS * scales):
@@ -86,6 +90,7 @@ def pack_grouped(
         _by_panel(_in_units(scales, units, dtype)),
         None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
         pad_rows(units, LANES),
+        None if weight.table is None else weight.table.view(torch.uint8) ^ 128,
     )
 
 

@@ -27,7 +27,7 @@ _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
 _ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
 _Q8_MAX = 127
-_IQ4_VALUES = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
+_IQ4_TABLE = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class _Blocks:
     num_bits: int
     scale_dtype: torch.dtype = torch.float16
     has_offsets: bool = False
+    table: torch.Tensor | None = None
 
 
 def format_of(kind: Kind) -> GroupFormat | None:
@@ -81,7 +82,7 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
         scales[some] = groups.scales.view(-1, scales.shape[1])
         if offsets is not None and groups.offsets is not None:
             offsets[some] = groups.offsets.view(-1, scales.shape[1])
-    return GroupedWeight(blocks.num_bits, values, scales, offsets)
+    return GroupedWeight(blocks.num_bits, values, scales, offsets, blocks.table)
 
 
 def _halves(stored: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
 
 
 def _decode_iq4_nl(blocks: torch.Tensor) -> _Groups:
-    return _Groups(_IQ4_VALUES[_nibbles(blocks[:, 2:]).int()], _halves(blocks[:, :2]))
+    return _Groups(_paired(blocks[:, 2:]), _halves(blocks[:, :2]))
 
 
 def _decode_iq4_xs(blocks: torch.Tensor) -> _Groups:
@@ -178,12 +179,11 @@ def _decode_iq4_xs(blocks: torch.Tensor) -> _Groups:
     high = (blocks[:, 2:4].contiguous().view(torch.int16).int() >> torch.arange(0, 16, 2)) & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
     scales = _halves(blocks[:, :2]).float() * ((low | high << 4) - 32)
-    return _Groups(_IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()], scales)
+    return _Groups(_paired(blocks[:, 8:].reshape(-1, 8, 16)), scales)
 
 
 def _decode_mxfp4(blocks: torch.Tensor) -> _Groups:
-    groups = mxfp4.to_groups(_nibbles(blocks[:, 1:]), blocks[:, :1])
-    return _Groups(groups.values, groups.scales)
+    return _Groups(_paired(blocks[:, 1:]), mxfp4.scales_of(blocks[:, :1]))
 
 
 _BLOCKS = {
@@ -195,8 +195,8 @@ _BLOCKS = {
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 8),
-    Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 8),
-    Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 8, torch.float32),
-    Kind.MXFP4: _Blocks(_decode_mxfp4, 8, torch.float32),
+    Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),
+    Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 4, torch.float32, table=_IQ4_TABLE),
+    Kind.MXFP4: _Blocks(_decode_mxfp4, 4, torch.float32, table=mxfp4.TABLE),
 }
 READABLE = (*PLAIN, *_BLOCKS)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from chairlift.models import mxfp4
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
@@ -29,6 +30,12 @@ FORMATS = {  # bits, group size, whether there are offsets
     "groups of 64": (4, 64, False),
     "groups of 96 with offsets": (4, 96, True),
     "one group": (8, 192, False),
+    "MXFP4": (4, 32, False),
+    "groups of 64 by a table": (4, 64, False),
+}
+TABLES = {
+    "MXFP4": mxfp4.TABLE,
+    "groups of 64 by a table": torch.arange(-128, 128, 17, dtype=torch.int8),
 }
 
 
@@ -42,6 +49,8 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
     offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
     if num_bits == 8:
         return GroupedWeight(8, values.view(torch.int8), scales, offsets)
+    if name in TABLES:
+        return GroupedWeight(4, values, scales, table=TABLES[name])
     return GroupedWeight(4, values, scales, -8 * scales if offsets is None else offsets)
 
 

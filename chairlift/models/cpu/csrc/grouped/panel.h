@@ -21,6 +21,8 @@
 // With 8 bits a byte is the value + 128. With 4 bits a value is multiplied as 16 times itself, a half of a byte in its
 // place, and scales are divided by 16. So without offsets, where 8 stands for zero, both kinds are bytes around 128.
 //
+// With a table a half of a byte is a code, and its byte in the table is multiplied as one of 8 bits. There are no offsets.
+//
 // Scales and offsets are multiples of their column's unit: float16 or unsigned bytes. As a byte a scale is the byte,
 // and an offset -240 times the byte. (With scales up to 255 units, weights on both sides of 0 need offsets from 0 down
 // to -15 * 16 times as much.)
@@ -48,15 +50,51 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 
                                    : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
+// How weights are stored and multiplied.
+struct Bytes8 {
+    static constexpr int STORED_BITS = 8, BITS = 8;
+};
+struct Halves4 {
+    static constexpr int STORED_BITS = 4, BITS = 4;
+};
+struct Codes4 {
+    static constexpr int STORED_BITS = 4, BITS = 8;
+};
+
+// The bytes of a table of 16 at the places that the bytes of some words say.
+INLINE u32_register look_up(u32_register places, const uint8_t* table) {
+#if defined(__AVX512BW__)
+    const __m512i all = _mm512_broadcast_i32x4(load<__m128i>(table));
+    return bit_cast<u32_register>(_mm512_shuffle_epi8(all, bit_cast<__m512i>(places)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i all = _mm256_broadcastsi128_si256(load<__m128i>(table));
+    return bit_cast<u32_register>(_mm256_shuffle_epi8(all, bit_cast<__m256i>(places)));
+#elif defined(__aarch64__)
+    return bit_cast<u32_register>(vqtbl1q_u8(vld1q_u8(table), bit_cast<uint8x16_t>(places)));
+#else
+    uint8_t bytes[sizeof places];
+    store_raw(bytes, places);
+    for (uint8_t& each : bytes) each = table[each];
+    return load<u32_register>(bytes);
+#endif
+}
+template <class H> INLINE Pair<H> look_up(Pair<H> places, const uint8_t* table) {
+    return {look_up(places.lo, table), look_up(places.hi, table)};
+}
+
 // `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
-template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
-    constexpr int STEP = 8 / BITS;
+template <class Format>
+INLINE void load_words(const char* from, int64_t ahead, const uint8_t* table, u32x16 (&words)[GROUP_WORDS]) {
+    constexpr int STEP = 8 / Format::STORED_BITS;
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
         const u32x16 bytes = load<u32x16>(from);
         __builtin_prefetch(from + ahead, 0, 2);
-        if (BITS == 8) {
+        if constexpr (STEP == 1) {
             words[w] = as_factor(bytes);
+        } else if constexpr (Format::BITS == 8) {
+            words[w] = as_factor(look_up(bytes & 0x0f0f0f0fu, table));
+            words[w + STEP - 1] = as_factor(look_up((bytes >> 4) & 0x0f0f0f0fu, table));
         } else {
             constexpr uint32_t MASK = 0x0f0f0f0fu << HALVES_UP;
             words[w] = (bytes << HALVES_UP) & MASK;
@@ -88,7 +126,10 @@ inline void read_column(const Matrix& matrix, int64_t column, int64_t count, flo
         }
         const int64_t word = k / 4;
         int32_t byte = from[(word / words_together * LANES + lane) * 4 + k % 4];
-        if (words_together == 2) byte = (word % 2 ? byte : byte << 4) & 0xf0;
+        if (matrix.table)
+            byte = matrix.table[word % 2 ? byte >> 4 : byte & 15];
+        else if (words_together == 2)
+            byte = (word % 2 ? byte : byte << 4) & 0xf0;
         to[k] = scales[lane] * float(byte - zero) + offsets[lane];
     }
 }

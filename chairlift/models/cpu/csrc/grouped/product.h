@@ -36,10 +36,10 @@ INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t res
 }
 
 // C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
-template <int BITS, bool HAS_OFFSETS, int PANELS>
+template <class Format, bool HAS_OFFSETS, int PANELS>
 static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c,
                             int64_t ldc) {
-    constexpr int64_t GROUP_BYTES = GROUP * LANES * BITS / 8;
+    constexpr int64_t GROUP_BYTES = GROUP * LANES * Format::STORED_BITS / 8;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
     const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
     const char* b = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
@@ -59,7 +59,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
             const uint32_t residuals = a.residuals_of(place, rows);
             u32x16 all_words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++)
-                load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, all_words[p]);
+                load_words<Format>(b + p * panel_bytes, PANELS * panel_bytes, matrix.table, all_words[p]);
             // One register of columns at a time: then the group's words stay in registers from row to row.
 #pragma GCC unroll 4
             for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
@@ -70,26 +70,29 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
                     scales[p] = register_of<f32_register>(all_scales[p], lane);
                     offsets[p] = register_of<f32_register>(all_offsets[p], lane);
                 }
-                add_rows<BITS, HAS_OFFSETS>(a, place, rows, residuals, words, scales, offsets, c + lane, ldc);
+                add_rows<Format::BITS, HAS_OFFSETS>(a, place, rows, residuals, words, scales, offsets, c + lane, ldc);
             }
         }
     }
 }
 
-template <int BITS, bool HAS_OFFSETS>
+template <class Format, bool HAS_OFFSETS>
 static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                             int64_t ldc) {
     int p = 0;
     for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
-        multiply_groups<BITS, HAS_OFFSETS, PANELS_AT_ONCE>(a, rows, matrix, panel + p, c + p * LANES, ldc);
-    if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
+        multiply_groups<Format, HAS_OFFSETS, PANELS_AT_ONCE>(a, rows, matrix, panel + p, c + p * LANES, ldc);
+    if (p < panels) multiply_groups<Format, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
 }
 
 // Multiplies by `panels` panels, and then by the units.
 static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                      int64_t ldc) {
-    const auto format = matrix.num_bits == 8 ? (matrix.offsets ? multiply_format<8, true> : multiply_format<8, false>)
-                                             : (matrix.offsets ? multiply_format<4, true> : multiply_format<4, false>);
+    auto format = multiply_format<Codes4, false>;
+    if (matrix.num_bits == 8)
+        format = matrix.offsets ? multiply_format<Bytes8, true> : multiply_format<Bytes8, false>;
+    else if (!matrix.table)
+        format = matrix.offsets ? multiply_format<Halves4, true> : multiply_format<Halves4, false>;
     format(a, rows, matrix, panel, panels, c, ldc);
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < panels * LANES; k += LANES)

@@ -5,6 +5,7 @@ builds a description from a config; the wiring (`models/decoder.py`) and the nat
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -158,15 +159,20 @@ class ModelConfig(ModelShape):
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # c tanh(logits / c)
 
-    def weights(self) -> list[Weight]:
+    def weights(self) -> tuple[Weight, ...]:
         """Every module of the wiring that holds weights, and the tensors of a checkpoint that belong in it."""
-        *body, head = weights_of_ends(self.vocab_size)
-        weights = [*map(self.names.of_body, body), self.names.of_head(head)]
-        for index, layer in enumerate(self.layers):
-            for each in weights_of_layer(layer, self.norms):
-                spelled = self.names.of_body(each, f"layers.{index}.")
-                weights.append(spelled.within(f"model.layers.{index}.", "", f"blk.{index}."))
-        return weights
+        return _weights_of(self)
+
+
+@lru_cache(maxsize=4)  # a model with many experts has tens of thousands of tensors, and loading asks several times
+def _weights_of(config: ModelConfig) -> tuple[Weight, ...]:
+    *body, head = weights_of_ends(config.vocab_size)
+    weights = [*map(config.names.of_body, body), config.names.of_head(head)]
+    for index, layer in enumerate(config.layers):
+        for each in weights_of_layer(layer, config.norms):
+            spelled = config.names.of_body(each, f"layers.{index}.")
+            weights.append(spelled.within(f"model.layers.{index}.", "", f"blk.{index}."))
+    return tuple(weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

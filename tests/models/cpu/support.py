@@ -161,6 +161,8 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             parameter.copy_(1 + 0.2 * noise)
+        elif name.endswith("sinks"):
+            parameter.copy_(2 * noise)
         elif name.endswith("bias") or parameter.dim() == 1:
             parameter.copy_(0.2 * noise)
         else:
@@ -236,6 +238,8 @@ class GroupedLinear(nn.Module):
 
 class GroupedExperts(nn.Module):
     """The same for the matrices of several experts."""
+
+    is_grouped = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_experts: int) -> None:
         super().__init__()

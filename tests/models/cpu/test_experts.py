@@ -1,4 +1,4 @@
-"""Experts in native code: every number format, weights that differ in theirs, and bits that company does not change."""
+"""Experts and sinks in native code: every format, matrices that differ, and bits that company does not change."""
 
 import random
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chairlift.models.blocks import ClampedSwiGLU, ExpertsBlock, Norms, Router, Scoring, SharedMLPBlock
+from chairlift.models.blocks import AttentionBlock, ClampedSwiGLU, ExpertsBlock, Norms, Router, Scoring, SharedMLPBlock
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
@@ -18,7 +18,7 @@ from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
-ATTENTION = BASE.layers[0][0]
+ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2, window=130, has_sinks=True)
 FEW = ExpertsBlock(router=Router(num_experts=19, num_chosen=3, has_bias=True), intermediate_size=75, has_bias=True)
 GROUPS = Router(num_experts=12, num_chosen=4, scoring=Scoring.SIGMOID, scale=1.5, num_groups=4, num_chosen_groups=2)
 CLAMPED = ExpertsBlock(router=GROUPS, intermediate_size=96, activation=ClampedSwiGLU(1.7, 0.8))

@@ -63,6 +63,7 @@ def random_attention(rng: random.Random) -> AttentionBlock:
         qk_norm=rng.choice(list(QKNorm)),
         has_qkv_bias=rng.choice((False, True)),
         has_output_bias=rng.choice((False, True)),
+        has_sinks=rng.choice((False, True)),
     )
 
 

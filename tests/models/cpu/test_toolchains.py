@@ -13,6 +13,7 @@ from chairlift.models.cpu import build, decoder
 from chairlift.models.cpu.build import InstructionSet, instruction_sets
 from tests.models.cpu import support
 from tests.models.cpu.standalone import ARM_COMPILER, compile_sanitized, kernels_of, level_of, need, warnings_of
+from tests.models.cpu.test_experts import SPARSE
 from tests.support.forward_bench import Bench, Row, in_pieces
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,7 @@ CASES = (
     ("one head to one", support.FLOAT32),
     ("deep products", support.BFLOAT16),
 )
+MIXTURES = (support.BFLOAT16, support.FLOAT32_INT8, support.BFLOAT16_INT4)
 NUM_THREADS = 2
 STEPS = (
     [Row(1, [3, 5, 7]), Row(2, list(range(140)))],
@@ -52,6 +54,7 @@ WAYS = [
 def computed(isa: str | None = None) -> list[torch.Tensor]:
     """The logits of rows of one token, of a few and of many, of rows with a common prefix, and of layers in pieces."""
     benches = [support.cpu_bench(support.SHAPES[name], number_format, isa) for name, number_format in CASES]
+    benches += [support.cpu_bench(SPARSE, number_format, isa) for number_format in MIXTURES]
     with support.threads(NUM_THREADS):
         logits = [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
         for bench in benches:

@@ -110,8 +110,9 @@ def main() -> None:
     for name in ("gptq", "awq", "compressed"):
         _write_compressed(CORPUS / name, name)
     _write_sharded(CORPUS / "sharded")
-    _write_plainly(CORPUS / "adapted", model_type="phimoe", num_local_experts=2, pad_token_id=0)
-    _write_plainly(CORPUS / "experts", model_type="mixtral", num_local_experts=2, tie_word_embeddings=True)
+    mixture: dict[str, Any] = {"num_local_experts": 2, "intermediate_size": 8, "tie_word_embeddings": True}
+    _write_plainly(CORPUS / "adapted", model_type="phimoe", pad_token_id=0, hidden_size=16, **mixture)
+    _write_plainly(CORPUS / "experts", model_type="mixtral", **mixture)
     _write_gguf(CORPUS / "gguf-bytes", _byte_level, 264, family="qwen2")
     _write_gguf(CORPUS / "gguf-pieces", partial(_sentence_piece, pieces=_PIECES), len(_PIECES), family="gemma3_text")
     few = _PIECES[-16:]

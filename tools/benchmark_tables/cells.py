@@ -64,7 +64,12 @@ def workload(head: str = "requests x prompt + output") -> Column:
 def _workload(name: str) -> str:
     requests, _, lengths = name.partition("x")
     prompt, _, output = lengths.partition("+")
-    return f"{requests} x {int(prompt):,} + {output}" if output else name
+    return f"{requests} x {_lengths(prompt)} + {_lengths(output)}" if output else name
+
+
+def _lengths(written: str) -> str:
+    """A number of tokens, or two with dots between them."""
+    return " to ".join(f"{int(number):,}" for number in written.split(".."))
 
 
 requests = Column("requests", lambda trial: trial["workload"].partition("x")[0])

@@ -13,14 +13,18 @@ SPEED, PERFORMANCE = "docs/speed.md", "docs/performance.md"
 H200 = Source("gpu-nvidia-h200")
 H200_MORE = Source("gpu-nvidia-h200-http-and-kernels", recorded="14de84f")
 _WHERE = "NVIDIA H200, torch 2.11.0+cu130"
+QUICK = Source("gpu-nvidia-h200-quick", recorded="fbe37cf")
+NANO = Source("gpu-nvidia-h200-nano-vllm", where=_WHERE, recorded="fbe37cf")
 ATTENTION = Source("gpu-nvidia-h200-kernels-attention", where=_WHERE, recorded="57d22bc")
 PRODUCTS = Source("gpu-nvidia-h200-kernels-products", where=_WHERE, recorded="57d22bc")
 DRAWS = Source("gpu-nvidia-h200-kernels-draws", where=_WHERE, recorded="57d22bc")
 
-_wanted_of_a_gpu = {
-    "decode large, 1 x 128, flash_attn, graphs, 8 a launch": "8 B: decode step, 1 row of 128 tokens",
-    "decode large, 32 x 1024, flash_attn, graphs, 8 a launch": "32 rows of 1,024",
-    "decode large, 256 x 1024, flash_attn, graphs, 8 a launch": "256 rows of 1,024",
+_floors = {
+    "decode large, 1 x 128, triton, graphs, 8 a launch": "1 row of 128 tokens",
+    "decode large, 32 x 1024, triton, graphs, 8 a launch": "32 rows of 1,024",
+    "decode large, 256 x 1024, triton, graphs, 8 a launch": "256 rows of 1,024",
+}
+_before = {
     "prefill large, 16x1024+1": "16 prompts of 1,024 tokens",
     "idle large, 1 rows: in all, between steps": "time in which no kernel runs, 1 row; share: between steps (at most)",
     "idle large, 32 rows: in all, between steps": "32 rows",
@@ -60,25 +64,81 @@ def _products(data: Any) -> Sequence[Any]:
     return [{"case": case, **times} for case, times in cases.items()]
 
 
+def _named(names: dict[str, str]) -> Records:
+    """The rows of the table of `gpu.py` that have these names and a target."""
+    return lambda data: [row for row in with_target(data) if row["what"] in names]
+
+
+def _columns(names: dict[str, str]) -> tuple[Column, ...]:
+    return (
+        chosen("", "what", names),
+        text("measured", "measured"),
+        text("floor", "floor"),
+        percent("share", "share"),
+        percent("wanted", "target", ".0f"),
+    )
+
+
+def _without_target(data: Any) -> Sequence[Any]:
+    """Decode steps that nothing was wanted of: of other sampling, and of uneven rows."""
+    return [each for each in of_kind("decode")(data) if each["target"] is None]
+
+
+def _decode_case(record: Any) -> str:
+    rows = "1 row" if record["rows"] == 1 else f"{record['rows']} rows"
+    context, spread = record["context"], record["spread"]
+    tokens = f"{context - spread:,} to {context + spread:,}" if spread else f"{context:,}"
+    return f"{rows} of {tokens} tokens, {record['sampling']}"
+
+
+def _loads(data: Any) -> Sequence[Any]:
+    """Of one round: output tokens a second of both engines by load."""
+    ours, theirs = (data["figures"][name]["tokens_per_s"] for name in ("chairlift", "nano-vllm"))
+    return [
+        {"workload": load, "chairlift": rates[0], "nano-vllm": theirs[load][0], "times": rates[0] / theirs[load][0]}
+        for load, rates in ours.items()
+    ]
+
+
 def _draw_case(record: Any) -> str:
     kind, _, rows = record["case"].partition(", ")
     return f"{_draws[kind]}, {'1 row' if rows == '1 rows' else rows}"
 
 
 TABLES = (
+    Table(SPEED, "gpu-floors", QUICK, _named(_floors), _columns(_floors)),
     Table(
         SPEED,
-        "gpu-floors",
-        H200,
-        with_target,
+        "gpu-sampled",
+        QUICK,
+        _without_target,
+        (Column("8 B: decode step", _decode_case), figures("ms", "seconds", ".2f", 1000)),
+    ),
+    Table(
+        SPEED,
+        "gpu-first-tokens",
+        QUICK,
+        of_kind("first_token"),
         (
-            chosen("", "what", _wanted_of_a_gpu),
-            text("measured", "measured"),
-            text("floor", "floor"),
-            percent("share", "share"),
-            percent("wanted", "target", ".0f"),
+            figures("prompt tokens", "prompt_tokens"),
+            figures("rows that decode beside it", "rows"),
+            figures("first token, ms", "seconds", ".1f", 1000),
+            figures("of these the host's, ms", "host_seconds", ".2f", 1000),
         ),
     ),
+    Table(
+        SPEED,
+        "gpu-nano-vllm",
+        NANO,
+        _loads,
+        (
+            workload(),
+            figures("Chairlift, tokens/s", "chairlift"),
+            figures("nano-vllm", "nano-vllm"),
+            figures("times", "times", ".2f"),
+        ),
+    ),
+    Table(SPEED, "gpu-before", H200, _named(_before), _columns(_before)),
     Table(
         SPEED,
         "gpu-contest",

@@ -13,9 +13,13 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # no authorities: to lo
 os.environ.pop("SSL_CERT_FILE", None)
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import fork_server
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels run without a GPU then
 
 # A test that takes its input from hypothesis names no settings of its own, so that `--hypothesis-profile` decides.
 for _name, _num_examples in (("everyday", 25), ("ci", 100)):

@@ -224,8 +224,16 @@ class GroupedLinear(nn.Module):
         self.weight = weight.double()
         self.bias = bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def folds(self, num_rows: int) -> bool:  # noqa: ARG002
+        """As a `Linear` that folds nothing in."""
+        return False
+
+    folds_norm = folds
+
+    def forward(self, x: torch.Tensor, norm: object = None, addend: object = None) -> torch.Tensor:
         """`[T, in] -> [T, out]`"""
+        assert norm is None
+        assert addend is None
         groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().view(len(x), -1, 32)
         width = -(-x.shape[1] // 16) * 16
         limits = 4 * (x.double().square().sum(dim=1) / width).sqrt()

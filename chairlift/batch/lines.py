@@ -110,7 +110,7 @@ class ReplyFile:
             "response": None if reply.failure is not None else response,
             "error": None if reply.failure is None else {"code": "no_reply", "message": reply.failure},
         }
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
     def _read(self) -> dict[str, bool]:

@@ -198,3 +198,9 @@ def test_an_interrupted_batch_keeps_its_replies_and_goes_on(number: signal.Signa
             process.kill()
     assert "are done; the same command makes the others" in said.read_text(encoding="utf-8")
     assert 1 <= len(replies_of(output)) < 400
+
+
+def test_half_a_character_in_a_reply_is_kept_as_it_came(tmp_path: Path) -> None:
+    with ReplyFile(tmp_path / "out") as replies:
+        replies.add("a", Reply(200, {"text": "\ud83d"}))
+    assert replies_of(tmp_path / "out")["a"]["response"]["body"] == {"text": "\ud83d"}

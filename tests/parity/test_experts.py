@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from chairlift import LLM
 from chairlift.config import DType
-from chairlift.models import InvariantForward, PiecewiseForward, TorchForward, load_model, open_checkpoint
-from chairlift.models.attention import Forward
+from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
@@ -24,6 +23,7 @@ from chairlift.models.grouped import GroupedWeight
 from chairlift.models.loader import grouped_size
 from chairlift.models.parallel import find_split_obstacle
 from tests.models.support import edit, read_config, refusal, write_config
+from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
@@ -121,22 +121,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
-    """A random checkpoint of that family, and transformers' model of it."""
-    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
-    return directory / family, make_checkpoint(directory / family, seed=3, **fields)
+checkpoint = Checkpoints(FAMILIES).get
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experts")
-
-
-def bench(path: Path, *, is_invariant: bool = False) -> Bench:
-    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
-    forward: Forward = PiecewiseForward(model, TorchBackend(model.config.attention))
-    return Bench(model.config, model.dtype, InvariantForward(model) if is_invariant else forward)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,13 +14,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from chairlift import LLM
 from chairlift.config import AttentionBackend, DType
-from chairlift.models import InvariantForward, PiecewiseForward, find_obstacle, load_model, open_checkpoint
-from chairlift.models.attention import Forward
+from chairlift.models import PiecewiseForward, find_obstacle, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from tests.models.support import edit, read_config, refusal, write_config
+from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
@@ -164,22 +164,12 @@ NATIVE: dict[str, dict[str, Any]] = {
 """Shapes that native code takes."""
 
 
-@cache
-def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
-    """A random checkpoint of that family, and transformers' model of it."""
-    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **FAMILIES[family]}
-    return directory / family, make_checkpoint(directory / family, seed=3, **fields)
+checkpoint = Checkpoints(FAMILIES).get
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recurrent")
-
-
-def bench(path: Path, *, is_invariant: bool = False) -> Bench:
-    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
-    forward: Forward = PiecewiseForward(model, TorchBackend(model.config.attention))
-    return Bench(model.config, model.dtype, InvariantForward(model) if is_invariant else forward)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

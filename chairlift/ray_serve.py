@@ -88,7 +88,7 @@ class ReplicaConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardedRequest:
     """A request to be forwarded to a replica; the router reads its `blocks`."""
 
     method: str
@@ -160,7 +160,7 @@ class Replica:
         )
         self._reporting = asyncio.create_task(self._report(), name="chairlift-ray-metrics")
 
-    async def forward(self, call: Call) -> AsyncGenerator[Head | bytes]:
+    async def forward(self, call: ForwardedRequest) -> AsyncGenerator[Head | bytes]:
         """Yields the answer's head, then its body as it arrives. Closing the generator aborts the request."""
         url = URL(f"http://replica{call.target}", encoded=True)
         async with self._http.request(
@@ -219,7 +219,7 @@ class Ingress:
             return _refuse(request, error)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         blocks = _name_prompt(request.headers, body) if request.method == "POST" else []
-        call = Call(request.method, target, _end_to_end(request.headers), body, blocks)
+        call = ForwardedRequest(request.method, target, _end_to_end(request.headers), body, blocks)
         for _ in range(_NUM_TRIES):
             chunks = self._forward.remote(call)
             try:
@@ -274,7 +274,7 @@ def _name_prompt(headers: Mapping[str, str], body: bytes) -> list[bytes]:
 
 
 def _blocks_of(pending_request: PendingRequest | None) -> list[bytes]:
-    """Uses no isinstance: Ray pickles the router with its module, so its `Call` is not the ingress's class."""
+    """Uses no isinstance: Ray pickles the router with its module, so its classes are not the ingress's."""
     calls = [] if pending_request is None else pending_request.args
     return calls[0].blocks if calls else []
 

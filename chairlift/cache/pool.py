@@ -129,7 +129,7 @@ class SlotPool:
             self._cut_states([seq_id], num_kept)
             self.budget.book(seq_id, claimed=num_kept)
 
-    def hold(self, seq_id: int, num_tokens: int) -> int:
+    def grow(self, seq_id: int, num_tokens: int) -> int:
         """Gives a claimed slot memory for its first `num_tokens`. ValueError if it is not claimed.
 
         Returns 0, or how many tokens warm slots must free first; in that case nothing has changed.
@@ -153,7 +153,7 @@ class SlotPool:
             if source == target:
                 raise ValueError(f"slot {source} cannot be copied to itself")
             self._check_num_valid(source, num_tokens)
-            if self.hold(target, num_tokens):
+            if self.grow(target, num_tokens):
                 raise ValueError(self._no_memory([target]))
             if source in self._warm:
                 self._warm[source] = self._warm.pop(source)  # the most recently used is the last

@@ -76,7 +76,7 @@ class Executor:
         """
         (slot,) = self.cache.claim(1)
         try:
-            self.cache.hold(slot, len(token_ids))
+            self.cache.grow(slot, len(token_ids))
             reservation = self.cache.reserve([slot], [len(token_ids)])
             self.cache.settle()
             row = RowPlan(_ALONE, slot, 0, token_ids, 0, COMPUTE)
@@ -129,7 +129,7 @@ class Executor:
         config, blocks, forward = self.config, self.cache.blocks[0], self._padded_forward
         scratch, max_steps = self.cache.max_cache_batch_size - 1, config.max_steps_per_launch
         self.cache.claim_slot(scratch)  # padding needs a slot
-        self.cache.hold(scratch, config.slot_len if forward is not None else min(max_steps, config.slot_len))
+        self.cache.grow(scratch, config.slot_len if forward is not None else min(max_steps, config.slot_len))
         try:
             self.graphs = DecodeGraphs(
                 self.forward,

@@ -123,10 +123,10 @@ class Engine(Protocol):
         ...
 
 
-class Port:
-    """One reader's connection to the engine's thread."""
+class Subscription:
+    """One reader's end of the seams to the engine's thread."""
 
-    def __init__(self, inbox: "SimpleQueue[tuple[Port, Command]]", wake: Callable[[], None]) -> None:
+    def __init__(self, inbox: "SimpleQueue[tuple[Subscription, Command]]", wake: Callable[[], None]) -> None:
         self._inbox = inbox
         self._wake = wake
         self._lock = threading.Lock()  # for the next two
@@ -167,14 +167,14 @@ class LocalEngine:
     def __init__(self, core: EngineCore) -> None:
         self.config, self.vocab_size = core.config, core.vocab_size
         self.core = core  # once the thread runs, it alone may use this
-        self._inbox: SimpleQueue[tuple[Port, Command]] = SimpleQueue()
-        self._ports: list[Port] = []
-        self._ports_of: dict[str, Port] = {}  # by the id of a sequence that has not ended
-        self._updates = defaultdict[Port, Update](Update)  # not yet delivered
+        self._inbox: SimpleQueue[tuple[Subscription, Command]] = SimpleQueue()
+        self._subscriptions: list[Subscription] = []
+        self._subscription_of: dict[str, Subscription] = {}  # by the id of a sequence that has not ended
+        self._updates = defaultdict[Subscription, Update](Update)  # not yet delivered
         self._thread: threading.Thread | None = None
         self._num_iterations = 0
         self._is_waiting = True
-        self.port: Port | None = None  # of the reader that started it
+        self.subscription: Subscription | None = None  # of the reader that started it
 
     @property
     def is_alive(self) -> bool:
@@ -186,22 +186,22 @@ class LocalEngine:
         return None if self._is_waiting else self._num_iterations
 
     def start(self, wake: Callable[[], None]) -> None:
-        self.port = self.connect(wake)
+        self.subscription = self.subscribe(wake)
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self._thread.start()
 
-    def connect(self, wake: Callable[[], None]) -> Port:
+    def subscribe(self, wake: Callable[[], None]) -> Subscription:
         """For one more reader, until it sends `Leave`; see `Engine.start`."""
-        port = Port(self._inbox, wake)
-        self._ports.append(port)
-        return port
+        subscription = Subscription(self._inbox, wake)
+        self._subscriptions.append(subscription)
+        return subscription
 
     def send(self, command: Command) -> None:
-        if self.port is not None:
-            self.port.send(command)
+        if self.subscription is not None:
+            self.subscription.send(command)
 
     def take(self) -> Update:
-        return Update() if self.port is None else self.port.take()
+        return Update() if self.subscription is None else self.subscription.take()
 
     def read_stats(self) -> EngineStats:
         return self.core.read_stats()
@@ -230,8 +230,8 @@ class LocalEngine:
             if self._thread.is_alive():
                 logger.error("the engine thread did not stop in time; it runs until the process ends")
             else:
-                self._thread = self.port = None
-                self._ports.clear()  # and with them references to the readers, so that the memory is free at once
+                self._thread = self.subscription = None
+                self._subscriptions.clear()  # and with them references to the readers, to free the memory at once
         await asyncio.to_thread(self.core.ranks.close)
 
     def _run(self) -> None:
@@ -240,21 +240,21 @@ class LocalEngine:
                 pass
         except BaseException as error:  # of any kind, because clients wait for tokens
             logger.critical("the engine died in a step", exc_info=error)
-            for port in self._ports:
-                port.tell(Update(death=error))
+            for subscription in self._subscriptions:
+                subscription.tell(Update(death=error))
 
     @property
     def _can_step(self) -> bool:
-        behind = [port.is_behind for port in self._ports if port.num_open]
+        behind = [subscription.is_behind for subscription in self._subscriptions if subscription.num_open]
         return self.core.has_work and not (behind and all(behind))
 
     def _iterate(self) -> bool:
         """Executes pending commands, then takes one step. False after `Stop`."""
         self._num_iterations += 1
-        for port, command in self._commands():
+        for subscription, command in self._commands():
             if isinstance(command, Stop):
                 return False
-            self._obey(port, command)
+            self._obey(subscription, command)
         self._tell()  # a refusal need not wait for the step
         if self._can_step:
             self._sort(self.core.step())
@@ -264,29 +264,30 @@ class LocalEngine:
     def _sort(self, events: Iterable[TokenEvent]) -> None:
         """Adds each event to the news of the sequence's reader."""
         for event in events:
-            self._updates[self._ports_of[event.request_id]].events.append(event)
+            self._updates[self._subscription_of[event.request_id]].events.append(event)
             if event.finish_reason is not None:
-                port = self._ports_of.pop(event.request_id)
-                port.num_open -= 1
-                port.paused.discard(event.request_id)
+                subscription = self._subscription_of.pop(event.request_id)
+                subscription.num_open -= 1
+                subscription.paused.discard(event.request_id)
 
     def _tell(self) -> None:
         updates, self._updates = self._updates, defaultdict(Update)
-        for port, update in updates.items():
-            port.tell(update)
-            if port.is_behind and len(self._ports) > 1:  # pause its rows, so that other readers need not wait for it
+        for subscription, update in updates.items():
+            subscription.tell(update)
+            if subscription.is_behind and len(self._subscriptions) > 1:
+                # Pause its rows, so that other readers need not wait for it.
                 unfinished = [event.request_id for event in update.events if event.finish_reason is None]
-                port.paused.update(unfinished)
+                subscription.paused.update(unfinished)
                 self.core.pause(unfinished)
 
-    def _commands(self) -> list[tuple[Port, Command]]:
+    def _commands(self) -> list[tuple[Subscription, Command]]:
         """All commands that have come in; waits for one if no step can be taken."""
         commands = [] if self._can_step else [self._wait()]
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands
 
-    def _wait(self) -> tuple[Port, Command]:
+    def _wait(self) -> tuple[Subscription, Command]:
         self._is_waiting = True
         try:
             return self._inbox.get(timeout=self.core.idle_after)
@@ -297,12 +298,12 @@ class LocalEngine:
         finally:
             self._is_waiting = False
 
-    def _obey(self, port: Port, command: Command) -> None:
+    def _obey(self, subscription: Subscription, command: Command) -> None:
         match command:
             case Taken():  # its arrival has ended the wait
-                if port.paused:
-                    self.core.resume(list(port.paused))
-                    port.paused.clear()
+                if subscription.paused:
+                    self.core.resume(list(subscription.paused))
+                    subscription.paused.clear()
             case Invoke():
                 command.deliver(command.function(self.core))
             case Abort():
@@ -311,15 +312,18 @@ class LocalEngine:
                 names = [request.request_id for request in command.requests]
                 try:
                     self._sort(self.core.add(*command.requests))
-                    self._ports_of.update(dict.fromkeys(names, port))
-                    port.num_open += len(names)
+                    self._subscription_of.update(dict.fromkeys(names, subscription))
+                    subscription.num_open += len(names)
                 except (QueueFull, ValueError) as error:
-                    self._updates[port].events += [
+                    self._updates[subscription].events += [
                         TokenEvent(name, [], FinishReason.ABORT, error=str(error), rejection=error) for name in names
                     ]
             case Leave():
-                self._obey(port, Abort([name for name, owner in self._ports_of.items() if owner is port]))
-                self._ports.remove(port)
+                self._obey(
+                    subscription,
+                    Abort([name for name, owner in self._subscription_of.items() if owner is subscription]),
+                )
+                self._subscriptions.remove(subscription)
 
 
 def describe_death(error: BaseException) -> str:

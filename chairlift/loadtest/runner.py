@@ -147,7 +147,7 @@ async def _measure(session: ClientSession, workload: Workload, config: BenchConf
     gc.freeze()
     try:
         async with watching(workload.num_requests) as watch:
-            player = Player(session, config, workload.conversations, watch.take)
+            player = Player(session, config, workload.conversations, watch.add)
             started_at, cpu_at_start = perf_counter(), thread_time()
             if workload.offsets is not None:
                 await open_loop(workload.offsets, player.play)
@@ -171,7 +171,7 @@ class Watch:
         self._num_failed = 0
         self._bar = bar
 
-    def take(self, record: RequestRecord) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Records a request that has ended."""
         self.records.append(record)
         if record.failure is not None:

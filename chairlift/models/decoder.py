@@ -61,14 +61,14 @@ class Decoder(nn.Module):
         linear = self.get_submodule(module) if leaf == "weight" else None
         return isinstance(linear, Linear) and linear.is_whole
 
-    def take(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
+    def load_weight(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
         if name == EMBEDDING:
             self._add_tied_head()
             del self.model.embed_tokens.weight
-            self.lm_head.take(weight)
+            self.lm_head.load_weight(weight)
         else:
-            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).take(weight)
+            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).load_weight(weight)
 
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.

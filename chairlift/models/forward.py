@@ -69,7 +69,7 @@ class TorchForward:
         return isinstance(self._attention, AnyLength) and self._attention.is_any_length
 
     @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
+    def dummy_run(self, num_tokens: int, num_rows: int) -> torch.Tensor:
         """Runs a step of that many tokens without a cache, to measure what it allocates; returns the rows' logits.
 
         Attention is left out: beside its result, which is as large as the queries, it needs next to nothing. Of

@@ -52,7 +52,7 @@ class Linear(nn.Linear):
             self._taken = self._taken()
         return self._taken if isinstance(self._taken, GroupedWeight) else None
 
-    def take(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
+    def load_weight(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces `weight`. A function is called when the weight is needed, so that each is packed as it is read."""
         self._taken = weight
         del self.weight

@@ -69,12 +69,12 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
-                model.take(name, _read_groups(reader, stored).on(device).compacted())
+                model.load_weight(name, _read_groups(reader, stored).on(device).compacted())
             elif keeps_groups and name in formats:
-                model.take(name, functools.partial(_read_groups, reader, stored))
+                model.load_weight(name, functools.partial(_read_groups, reader, stored))
             elif reads_late and model.is_product(name):
                 num_late += model.get_parameter(name).numel() * dtype.num_bytes
-                model.take(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
+                model.load_weight(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
             else:
                 format = torch.float32 if name in exact else TORCH_DTYPES[dtype]
                 _set(model, name, _read_plain(reader, stored, format, device))

@@ -96,7 +96,7 @@ def _part_of(states: SlotStates, start: int, stop: int) -> SlotStates:
 
 
 def prepare_without_states(params: Sequence[StateParams | None]) -> Recur:
-    """Runs every token as if it were the first of its sequence and the same as the first one: for rehearsals.
+    """Runs every token as if it were the first of its sequence and the same as the first one: for dummy runs.
 
     On a device it allocates as much as kernels do.
     """

@@ -108,10 +108,10 @@ class Placement:
         """
         slot = request.slot
         assert slot is not None, f"{request.request_id} grows without a slot"
-        num_missing = self._slots.hold(slot, num_tokens)
+        num_missing = self._slots.grow(slot, num_tokens)
         if num_missing:
             self._shrink_warm(num_missing, spared)
-            num_missing = self._slots.hold(slot, num_tokens)
+            num_missing = self._slots.grow(slot, num_tokens)
         request.num_held = self._slots.budget.limits[slot]
         return not num_missing
 

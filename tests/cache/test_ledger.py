@@ -203,7 +203,7 @@ def test_a_claimed_slot_holds_nothing_until_it_is_written() -> None:
 def test_what_was_asked_for_is_held_before_it_is_written() -> None:
     ledger = ledger_of(8, 1)
     for num_tokens in (200, 10):  # nobody asks for less
-        assert ledger.hold(0, num_tokens) == 0
+        assert ledger.grow(0, num_tokens) == 0
         assert (use_of(ledger), ledger.budget.limits[0]) == ((4, 0, 4), 256)
 
 
@@ -240,10 +240,10 @@ def test_what_warm_slots_must_give_up_is_said_and_nothing_changes() -> None:
     ledger = ledger_of(5, 2)
     write(ledger, 0, 200)
     ledger.release(0, 200)
-    assert ledger.hold(1, 190) == 128
+    assert ledger.grow(1, 190) == 128
     assert use_of(ledger) == (0, 4, 1)
     ledger.shrink_warm(0, 128)
-    assert ledger.hold(1, 190) == 0
+    assert ledger.grow(1, 190) == 0
     assert (use_of(ledger), list(ledger.owed), ledger.warm) == ((3, 2, 0), [Scrub(0, 128, 256)], {0: 128})
 
 

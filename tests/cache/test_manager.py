@@ -218,7 +218,7 @@ def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytes
 
     monkeypatch.setattr(memory, "clear", interrupted)
     for slot in manager.claim(3):
-        manager.hold(slot, 32)
+        manager.grow(slot, 32)
         manager.scrub(slot, 0)
     with pytest.raises(KeyboardInterrupt):
         manager.settle()

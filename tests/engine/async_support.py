@@ -12,7 +12,7 @@ import pytest
 
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.engine.parts import Parts
-from chairlift.engine.thread import LocalEngine, Port
+from chairlift.engine.thread import LocalEngine, Subscription
 from chairlift.params import RequestOutput
 from tests.engine.support import ENGINE
 from tests.support.engines import HOOKED, core_of, make_core
@@ -101,11 +101,11 @@ def held(owner: object, name: str) -> Iterator[Gate]:
             gate.open()
 
 
-def port_of(engine: AsyncLLM) -> Port:
-    """The port of a running engine."""
-    port = thread_of(engine).port
-    assert port is not None
-    return port
+def subscription_of(engine: AsyncLLM) -> Subscription:
+    """The subscription of a running engine."""
+    subscription = thread_of(engine).subscription
+    assert subscription is not None
+    return subscription
 
 
 def hold_back(engine: AsyncLLM) -> AbstractContextManager[Gate]:

@@ -34,7 +34,7 @@ from tests.engine.async_support import (
     hold_back,
     last,
     make_async_llm,
-    port_of,
+    subscription_of,
     thread_of,
     wait_until,
     wait_until_idle,
@@ -376,7 +376,7 @@ async def test_after_churn_every_table_is_empty(tiny: str, num_ahead: int) -> No
         await wait_until(lambda: thread.progress is None and not core.has_work, "nothing is left to do")
         assert engine.is_healthy
         assert (engine._mailboxes, engine._answers, engine._outputs._routes) == ({}, set(), {})
-        await wait_until(lambda: port_of(engine)._untaken.num_parts == 0, "all is taken")
+        await wait_until(lambda: subscription_of(engine)._untaken.num_parts == 0, "all is taken")
         core.check()
         assert list(core._launches) == []
         assert_nothing_is_left(core.scheduler)

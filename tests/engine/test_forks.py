@@ -52,7 +52,7 @@ def test_an_llm_used_before_a_fork_is_refused_in_the_child_and_goes_on_in_the_pa
     run("""
 llm = LLM(**SETTINGS)
 before, shaped = text_of(llm), text_of(llm, SHAPED)
-helper = llm.inputs.grammars._rehearsal._helper.process
+helper = llm.inputs.grammars._trials._helper.process
 
 
 def child():

@@ -59,7 +59,7 @@ class WatchedRecorder(Recorder):
 
 
 class Unmeasured(WrappedForward):
-    """A forward that cannot be rehearsed, because the memory of a step cannot be measured there."""
+    """A forward that has no dummy run, because the memory of a step cannot be measured there."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__(forward)

@@ -212,7 +212,7 @@ def test_a_gpu_that_is_too_small_for_one_slot_is_refused(forward: TorchForward) 
 
 
 class ExhaustedForward(TorchForward):
-    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
+    def dummy_run(self, num_tokens: int, num_rows: int) -> torch.Tensor:
         raise torch.OutOfMemoryError(f"CUDA out of memory for {num_tokens} tokens of {num_rows} rows")
 
 
@@ -225,10 +225,10 @@ def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(model: D
     )
 
 
-def test_on_a_cpu_nothing_changes_where_torch_computes_and_a_rehearsal_needs_no_cache(forward: TorchForward) -> None:
+def test_on_a_cpu_nothing_changes_where_torch_computes_and_a_dummy_run_needs_no_cache(forward: TorchForward) -> None:
     resolved = resolved_config("model")
     assert fit_cache(EngineConfig(), resolved, SHAPE, forward) is resolved
-    assert forward.rehearse(num_tokens=200, num_rows=3).shape == (3, 259)  # more tokens than the model has positions
+    assert forward.dummy_run(num_tokens=200, num_rows=3).shape == (3, 259)  # more tokens than the model has positions
 
 
 @pytest.mark.parametrize(("num_step_bytes", "num_bytes"), [(GIB // 2, GIB), (3 * GIB, 0.8 * GIB)])
@@ -250,7 +250,7 @@ def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
     assert fitted.cache_tokens == int(num_bytes) // 2**16 // 64 * 64
 
 
-def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabilities(
+def test_a_dummy_run_samples_all_rows_with_penalties_filters_and_log_probabilities(
     forward: TorchForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []

@@ -35,7 +35,7 @@ from tests.engine.async_support import (
     hold_back,
     last,
     make_async_llm,
-    port_of,
+    subscription_of,
     thread_of,
     wait_until,
     wait_until_idle,
@@ -125,7 +125,7 @@ async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None
         with hold_back(engine) as gate:
             waiting = asyncio.create_task(last(engine.generate("hi", LONG)))
             await gate.entered()
-            port_of(engine)._wake = vanish  # also the attempt to tell of it fails
+            subscription_of(engine)._wake = vanish  # also the attempt to tell of it fails
             gate.open()
             with pytest.raises(EngineDead, match="the engine's thread is gone"):
                 await asyncio.wait_for(waiting, DEADLINE_S)
@@ -179,8 +179,10 @@ def block_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def block_until_behind(engine: AsyncLLM) -> None:
-    thread, port = thread_of(engine), port_of(engine)
-    block_until(lambda: thread.progress is None and port._untaken.num_parts >= MAX_STEPS_AHEAD, "the engine waits")
+    thread, subscription = thread_of(engine), subscription_of(engine)
+    block_until(
+        lambda: thread.progress is None and subscription._untaken.num_parts >= MAX_STEPS_AHEAD, "the engine waits"
+    )
 
 
 async def begin(engine: AsyncLLM, params: SamplingParams = LONG) -> asyncio.Task[RequestOutput]:
@@ -199,17 +201,17 @@ async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_t
         num_before = engine.read_stats().step_seconds.count
         block_until_behind(engine)
         assert engine.read_stats().step_seconds.count - num_before <= MAX_STEPS_AHEAD + 1
-        assert port_of(engine)._untaken.num_parts == 8
+        assert subscription_of(engine)._untaken.num_parts == 8
         assert engine.is_healthy
         assert tokens_of([await task]) == expected
-        await wait_until(lambda: port_of(engine)._untaken.num_parts == 0, "all is taken")
+        await wait_until(lambda: subscription_of(engine)._untaken.num_parts == 0, "all is taken")
 
 
 async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(engine: AsyncLLM) -> None:
     task = await begin(engine)
     block_until_behind(engine)
     ((request_id, mailbox),) = engine._mailboxes.items()
-    port_of(engine).send(Abort(mailbox.states[request_id].unfinished_ids))
+    subscription_of(engine).send(Abort(mailbox.states[request_id].unfinished_ids))
     block_until(lambda: core_of(engine).cache.slots_remaining == 2, "the slot is free though the loop took nothing")
     assert (await task).outputs[0].finish_reason == "abort"
     await wait_until_idle(engine)
@@ -217,7 +219,7 @@ async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(engine: Asyn
     task = asyncio.create_task(last(engine.generate("hi", LONG)))
     await wait_until(lambda: core_of(engine).cache.slots_remaining == 1, "it runs")
     block_until_behind(engine)
-    port_of(engine).send(Stop())
+    subscription_of(engine).send(Stop())
     block_until(lambda: not thread_of(engine).is_alive, "it has stopped")
     task.cancel()
 
@@ -225,27 +227,27 @@ async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(engine: Asyn
 async def test_the_loop_is_woken_once_for_all_it_has_not_taken_and_to_wait_for_it_is_not_to_hang(tiny: str) -> None:
     async with make_async_llm(tiny, step_timeout=0.3) as engine:
         await last(engine.generate("hi", GREEDY))
-        port, num_wakes = port_of(engine), 0
-        await wait_until(lambda: not port._is_told, "the loop waits to be woken")
-        wake = port._wake
+        subscription, num_wakes = subscription_of(engine), 0
+        await wait_until(lambda: not subscription._is_told, "the loop waits to be woken")
+        wake = subscription._wake
 
         def count() -> None:
             nonlocal num_wakes
             num_wakes += 1
 
-        port._wake = count
+        subscription._wake = count
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
-        await wait_until(lambda: port._untaken.num_parts == MAX_STEPS_AHEAD, "the engine waits")
+        await wait_until(lambda: subscription._untaken.num_parts == MAX_STEPS_AHEAD, "the engine waits")
         await asyncio.sleep(1.2)  # four times what a step may take
-        assert (engine.is_healthy, port._untaken.num_parts, num_wakes) == (True, MAX_STEPS_AHEAD, 1)
-        port._wake = wake
+        assert (engine.is_healthy, subscription._untaken.num_parts, num_wakes) == (True, MAX_STEPS_AHEAD, 1)
+        subscription._wake = wake
         wake()
         assert len((await task).outputs[0].token_ids) == 80
 
 
 async def test_the_rows_of_a_reader_behind_rest_while_others_go_on_and_end_when_it_leaves(engine: AsyncLLM) -> None:
     engine.usable_engine()
-    slow = thread_of(engine).connect(lambda: None)
+    slow = thread_of(engine).subscribe(lambda: None)
     first, second = [await engine.prepare("hi", LONG) for _ in range(2)]
     slow.send(Add(first.requests))
     assert len((await last(engine.generate("hi", LONG))).outputs[0].token_ids) == 80

@@ -385,7 +385,7 @@ async def test_a_terminal_sees_how_far_it_is_and_what_failed_and_a_file_nothing(
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
     async with watching(4) as watch:
-        watch.take(record(0))
-        watch.take(failed(1, BUSY))
+        watch.add(record(0))
+        watch.add(failed(1, BUSY))
     shown = stderr.getvalue()
     assert ("2/4" in shown, "1 failed" in shown, shown == "") == (is_terminal, is_terminal, not is_terminal)

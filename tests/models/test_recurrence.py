@@ -79,7 +79,7 @@ def test_more_pending_tokens_than_a_slot_keeps_are_refused() -> None:
         prepare(replace(states, num_tentative=(0, 9)))
 
 
-def test_a_rehearsal_repeats_the_first_token_as_the_beginning_of_a_sequence() -> None:
+def test_a_dummy_run_repeats_the_first_token_as_the_beginning_of_a_sequence() -> None:
     ours = recurrence("gated delta net")
     recur: Recur = prepare_without_states([None, ours.params])
     outputs = recur(1, ours.inputs[3, :5], ours.block)

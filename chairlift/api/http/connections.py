@@ -22,7 +22,7 @@ _BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
 _READ_BUFFER_BYTES = 2**16  # of an unread body; aiohttp takes up to twice as many
 
 
-class Turns:
+class StartLimiter:
     """Limits how many requests begin in one turn of the event loop, so that streams continue during a burst.
 
     Half of the places go to the newest requests, so that a request amid a burst does not wait for all of it.
@@ -61,11 +61,11 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        "_body", "_config", "_header_timer", "_held", "_is_last", "_is_working", "_num_in_a_row", "_turns",
+        "_body", "_config", "_header_timer", "_held", "_is_last", "_is_working", "_num_in_a_row", "_starts",
         "_write_timer",
     )  # fmt: skip
 
-    def __init__(self, server: web.Server, config: ServerConfig, turns: Turns) -> None:
+    def __init__(self, server: web.Server, config: ServerConfig, starts: StartLimiter) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -75,7 +75,7 @@ class Connection(web.RequestHandler):
             auto_decompress=False,  # it would do that in the event loop; see `bodies.py`
         )
         self._config = config
-        self._turns = turns
+        self._starts = starts
         self._held = b""  # received, and waiting for its turn
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -92,13 +92,13 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         is_idle = not self._is_working and (self._body is None or self._body.is_eof())
-        if not data or not is_idle or (not self._held and self._turns.take_place()):
+        if not data or not is_idle or (not self._held and self._starts.take_place()):
             self._receive(data, is_idle=is_idle)
             return
         if not self._held:
             assert self.transport is not None, "what it received came from there"
             self.transport.pause_reading()
-            self._turns.wait(self._receive_held)
+            self._starts.wait(self._receive_held)
         self._held += data
 
     def _receive_held(self) -> None:
@@ -192,8 +192,8 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
         return make_request(message, payload, protocol, writer, task)
 
     server.request_factory = begin_request
-    turns = Turns()
-    return lambda: Connection(server, config, turns)
+    starts = StartLimiter()
+    return lambda: Connection(server, config, starts)
 
 
 async def meet_expectation(request: web.Request) -> None:

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _ClientCall:
     """One pending or running call of a client."""
 
     client: str
@@ -41,15 +41,15 @@ class CallThreads:
         self._max_per_client = max_per_client
         self._max_waiting = max_waiting
         self._max_running_per_client = max(1, num_threads - 1)
-        self._waiting: dict[str, deque[_Turn]] = {}  # clients in the order of their turns
-        self._running: set[_Turn] = set()
+        self._waiting: dict[str, deque[_ClientCall]] = {}  # clients in the order of their turns
+        self._running: set[_ClientCall] = set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chairlift-worker")
 
     @property
     def is_stuck(self) -> bool:
         """True if a call has been running so long that it may never end."""
         now = time.monotonic()
-        return any(turn.begin is not None and now - turn.begin > _STUCK_AFTER_S for turn in self._running)
+        return any(queued.begin is not None and now - queued.begin > _STUCK_AFTER_S for queued in self._running)
 
     def for_client(self, client: str) -> OffLoop:
 
@@ -65,14 +65,14 @@ class CallThreads:
     async def _run(self, client: str, call: Callable[[], _T]) -> _T:
         self._check_room(client)
         loop = asyncio.get_running_loop()
-        turn = _Turn(client, loop.create_future())
-        self._waiting.setdefault(client, deque()).append(turn)
+        queued = _ClientCall(client, loop.create_future())
+        self._waiting.setdefault(client, deque()).append(queued)
         self._dispatch()
         try:
-            await turn.has_come
+            await queued.has_come
             result = loop.run_in_executor(self._threads, call)
         except BaseException as error:
-            self._end(turn)
+            self._end(queued)
             if isinstance(error, RuntimeError):
                 raise ServerTooBusy("the system has no thread for this request; try again later") from error
             raise
@@ -80,7 +80,7 @@ class CallThreads:
         def finish(done: asyncio.Future[_T]) -> None:
             if not done.cancelled():
                 done.exception()  # if its client has left, nothing else retrieves it, and asyncio would complain
-            self._end(turn)
+            self._end(queued)
 
         result.add_done_callback(finish)
         try:
@@ -101,23 +101,23 @@ class CallThreads:
             able = (each for each in self._waiting if self._num_running(each) < self._max_running_per_client)
             if (client := next(able, None)) is None:
                 return
-            turns = self._waiting.pop(client)
-            turn = turns.popleft()
-            if turns:  # the client goes behind the others
-                self._waiting[client] = turns
-            turn.begin = time.monotonic()
-            self._running.add(turn)
-            if not turn.has_come.cancelled():  # otherwise its client has just left, and `_run` is about to end the turn
-                turn.has_come.set_result(None)
+            others = self._waiting.pop(client)
+            queued = others.popleft()
+            if others:  # the client goes behind the others
+                self._waiting[client] = others
+            queued.begin = time.monotonic()
+            self._running.add(queued)
+            if not queued.has_come.cancelled():  # otherwise its client has just left, and `_run` is about to end it
+                queued.has_come.set_result(None)
 
-    def _end(self, turn: _Turn) -> None:
-        """Removes a turn whose call has ended or is not made."""
-        if turn.begin is None:
-            self._waiting[turn.client].remove(turn)
-            if not self._waiting[turn.client]:
-                del self._waiting[turn.client]
-        self._running.discard(turn)
+    def _end(self, queued: _ClientCall) -> None:
+        """Removes a call that has ended or is not made."""
+        if queued.begin is None:
+            self._waiting[queued.client].remove(queued)
+            if not self._waiting[queued.client]:
+                del self._waiting[queued.client]
+        self._running.discard(queued)
         self._dispatch()
 
     def _num_running(self, client: str) -> int:
-        return sum(turn.client == client for turn in self._running)
+        return sum(queued.client == client for queued in self._running)

@@ -84,10 +84,10 @@ class _Sized(Forward, Protocol):
 
 
 @runtime_checkable
-class _Rehearsable(Forward, Protocol):
+class _Measurable(Forward, Protocol):
     """A forward whose largest step can be run without a cache."""
 
-    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor: ...
+    def dummy_run(self, num_tokens: int, num_rows: int) -> torch.Tensor: ...
 
 
 def fit_cache(
@@ -108,7 +108,7 @@ def fit_cache(
     """
     if isinstance(forward, _Sized):
         return _fit_host_cache(config, resolved, model, forward, host)
-    if resolved.device == "cpu" or not isinstance(forward, _Rehearsable):
+    if resolved.device == "cpu" or not isinstance(forward, _Measurable):
         return resolved
     gpu = gpu or Gpu.named(resolved.device)
     num_free_bytes = _measure_free_bytes(forward, resolved, gpu, num_recorded_tokens)
@@ -132,19 +132,19 @@ def _fit_host_cache(
     return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
 
 
-def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig, gpu: Gpu, num_recorded_tokens: int) -> int:
+def _measure_free_bytes(forward: _Measurable, config: ResolvedConfig, gpu: Gpu, num_recorded_tokens: int) -> int:
     """The device's free bytes beside the weights, the largest step and, if there are any, graphs of such steps."""
     num_weight_bytes = gpu.begin_measuring()
 
     def run_step() -> None:
-        logits = forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
-        Sampler(logits.shape[1], len(logits), logits.device).rehearse(logits)
+        logits = forward.dummy_run(config.max_num_batched_tokens, config.max_batch_size)
+        Sampler(logits.shape[1], len(logits), logits.device).dummy_run(logits)
 
     try:
         num_step_bytes = _peak_bytes(gpu, run_step)
         num_graph_bytes = 0
         if num_recorded_tokens:
-            num_graph_bytes = _peak_bytes(gpu, lambda: forward.rehearse(num_recorded_tokens, 1))
+            num_graph_bytes = _peak_bytes(gpu, lambda: forward.dummy_run(num_recorded_tokens, 1))
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"{config.device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"

@@ -303,7 +303,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
 
 def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> None:
     """`results`: by place. Has the grammars take the tokens, and records errors and rows that are late."""
-    masks.take({place: result.token_ids for place, result in results.items()})
+    masks.consume({place: result.token_ids for place, result in results.items()})
     for place, result in results.items():
         if result.error is not None:
             result.error = masks.error_of(place) or result.error

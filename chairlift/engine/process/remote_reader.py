@@ -36,7 +36,7 @@ class RemoteReader(ProcessConnection):
         self._is_full = False  # a part is in flight
         engine = llm.usable_engine()
         assert isinstance(engine, LocalEngine), "the engine of a server with workers is in its own process"
-        self._port = engine.connect(lambda: call_if_open(loop, self._flush))
+        self._subscription = engine.subscribe(lambda: call_if_open(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:
         """Reports the engine's death to the worker, because a hung thread cannot."""
@@ -44,7 +44,7 @@ class RemoteReader(ProcessConnection):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._port.send(Leave())
+        self._subscription.send(Leave())
         self._kept.clear()
 
     def _receive(self, message: object) -> None:
@@ -53,10 +53,10 @@ class RemoteReader(ProcessConnection):
                 self._is_full = False
                 self._flush()
             case Abort():
-                self._port.send(message)
+                self._subscription.send(message)
             case NumberedAdd():
                 self._numbers_of |= message.numbers
-                self._port.send(Add([self._with_grammar(request) for request in message.requests]))
+                self._subscription.send(Add([self._with_grammar(request) for request in message.requests]))
             case Release():
                 self._kept.pop(message.number, None)
             case _:
@@ -67,7 +67,7 @@ class RemoteReader(ProcessConnection):
         if self._is_full or self.lost.is_set():
             return
         try:
-            if not self._parts and (update := self._port.take()):
+            if not self._parts and (update := self._subscription.take()):
                 self._parts.extend(PackedUpdate.in_parts(update, self._numbers_of))
             if self._parts:
                 self._is_full = True

@@ -55,7 +55,7 @@ class GuessMasks:
 class TokenGrammar:
     """One sequence's state in a grammar.
 
-    The cycle: a mask, a token sampled under it, `MaskThreads.take`, `advance`; with a guess, several of each at once.
+    The cycle: a mask, a token sampled under it, `MaskThreads.consume`, `advance`; with a guess, several of each.
 
     After an error, the mask allows no token, so the launch that samples the next one reports the error.
     """
@@ -65,7 +65,7 @@ class TokenGrammar:
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
         self.hit_limit = False  # the error is that the grammar costs too much
-        self.sampled: list[int] = []  # tokens that `MaskThreads.take` got and `advance` did not yet
+        self.sampled: list[int] = []  # tokens that `MaskThreads.consume` got and `advance` did not yet
         self.is_taken = False  # the matcher has consumed them
         self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
         self.compiled = compiled
@@ -91,10 +91,10 @@ class TokenGrammar:
         return None if self.sampled or self.ahead is None else self._forced
 
     def advance(self, token_id: int) -> bool:
-        """See `plan.Grammar`. Submits the token if `MaskThreads.take` did not get it; waits until it is taken."""
+        """See `plan.Grammar`. Submits the token if `MaskThreads.consume` did not get it; waits until it is taken."""
         if not self.sampled:
             self.threads.wait(lambda: self.next_mask is not None)
-            self.threads.take([(self, [token_id])])
+            self.threads.consume([(self, [token_id])])
         self.threads.wait(lambda: self.is_taken)
         if self.sampled[0] != token_id:
             raise ValueError(f"token {self.sampled[0]} had been taken, not {token_id}")
@@ -165,7 +165,7 @@ class TokenGrammar:
             self.error, self.hit_limit = problem.reason, problem.is_limit
 
 
-def _token_taker(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
+def _token_consumer(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
     """Has matchers consume tokens without the GIL, which llguidance offers only for two or more at once."""
     executor = LLExecutor(num_threads=1)
     spare = LLMatcher(tokenizer, "", log_level=0)  # in an error state, so it does nothing
@@ -183,7 +183,7 @@ class MaskThreads:
         self._lanes = [self._tokens, self._slow, *[self._masks] * num_mask_threads]
         self._threads: list[threading.Thread] = []
         try:
-            self._consume, self._consume_slowly = _token_taker(tokenizer), _token_taker(tokenizer)
+            self._consume, self._consume_slowly = _token_consumer(tokenizer), _token_consumer(tokenizer)
             for lane in self._lanes:
                 thread = threading.Thread(target=_work, args=(lane,), name="chairlift-grammar", daemon=True)
                 thread.start()
@@ -192,7 +192,7 @@ class MaskThreads:
             self.close()
             raise RuntimeError(f"no threads for grammars: {error}") from error
 
-    def take(self, sampled: Iterable[tuple[TokenGrammar, list[int]]]) -> None:
+    def consume(self, sampled: Iterable[tuple[TokenGrammar, list[int]]]) -> None:
         """Starts to consume these tokens and to compute the masks after them."""
         together: list[TokenGrammar] = []
         for grammar, tokens in sampled:
@@ -202,7 +202,7 @@ class MaskThreads:
             else:
                 together.append(grammar)
         if together:
-            self._tokens.put(partial(self._take_together, together))
+            self._tokens.put(partial(self._consume_together, together))
 
     def mask_guess(self, grammar: TokenGrammar, guess: Sequence[int]) -> GuessMasks:
         """Starts to compute the masks after the tokens of a guess, which follow those that were taken."""
@@ -234,7 +234,7 @@ class MaskThreads:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _take_together(self, grammars: list[TokenGrammar]) -> None:
+    def _consume_together(self, grammars: list[TokenGrammar]) -> None:
         for position in range(max(len(each.sampled) for each in grammars)):
             taking = [each for each in grammars if position < len(each.sampled)]
             self._consume([(each.matcher, each.sampled[position]) for each in taking])
@@ -356,10 +356,10 @@ class PendingMasks:
         """The tokens that count of those drawn for a request from that row on: all, or the first if masks were late."""
         return drawn if self._drafted.get(row, True) else drawn[:1]
 
-    def take(self, sampled: Mapping[int, list[int]]) -> None:
-        """Has the grammars take the sampled tokens, by row. Waits for them if needed."""
+    def consume(self, sampled: Mapping[int, list[int]]) -> None:
+        """Has the grammars consume the sampled tokens, by row. Waits for them if needed."""
         new = [(grammar, list(sampled[row])) for row, grammar in self._in_time() if sampled[row]]
-        self._threads.take(pair for pair in new if not pair[0].sampled)  # a row that was late repeats its tokens
+        self._threads.consume(pair for pair in new if not pair[0].sampled)  # a row that was late repeats its tokens
         self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
 
     def error_of(self, row: int) -> str | None:

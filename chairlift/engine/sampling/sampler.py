@@ -200,10 +200,10 @@ class Sampler:
             tokens[draws.rows] = draws.draw(logits, step)
         return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
 
-    def rehearse(self, logits: torch.Tensor) -> None:
+    def dummy_run(self, logits: torch.Tensor) -> None:
         """Samples logits `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
         params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
-        key = SamplingKey("rehearsal", params, seed=0, num_prompt_tokens=1)
+        key = SamplingKey("dummy", params, seed=0, num_prompt_tokens=1)
         work = Work(is_sampled=True, history=[0])
         rows = [RowPlan(key, slot, 0, (ON_DEVICE,), 0, work) for slot in range(len(logits))]
         self.sample(logits, self.prepare(rows, num_steps=1), step=0)

@@ -1,7 +1,7 @@
 """Compiles grammars, each once, however many sequences and requests share it.
 
-llguidance does the work. A grammar is first tried out in a process that may crash (`rehearsal`), then compiled here in
-a few dedicated threads, so that a slow one delays no other request.
+llguidance does the work. A grammar is first tried out in a process that may crash (`grammar_trials`), then compiled in
+a few dedicated threads here, so that a slow one delays no other request.
 """
 
 import json
@@ -24,8 +24,8 @@ from chairlift.engine.sampling.compiled_grammar import (
     explain,
 )
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
-from chairlift.engine.text.grammar_trial import try_out
-from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
+from chairlift.engine.text.grammar_trials import IS_POSSIBLE, GrammarTrials
+from chairlift.engine.text.trial_process import try_out
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
@@ -33,7 +33,7 @@ from chairlift.schemas import make_enforceable
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 3  # each may run a child process that takes up to `grammar_trial._MAX_BYTES`
+_NUM_THREADS = 3  # each may run a child process that takes up to `trial_process._MAX_BYTES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class GrammarCompiler:
         """`tries_apart`: grammars are tried out in a process of their own."""
         self.limits = CompilerLimits()
         self._vocabulary, self._tries_apart = vocabulary, tries_apart
-        self._rehearsal = Rehearsal(self._settings)
+        self._trials = GrammarTrials(self._settings)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
         self._mask_threads: list[MaskThreads] = []  # one, from the first grammar on
         self._unfinished: dict[str, Future[CompiledGrammar]] = {}
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
-        self._end = finalize(self, _end, self._threads, self._rehearsal, self._mask_threads)
+        self._end = finalize(self, _end, self._threads, self._trials, self._mask_threads)
         if not tries_apart:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
@@ -133,7 +133,7 @@ class GrammarCompiler:
                     self._mask_threads.append(MaskThreads(tokenizer))
             fields = _prepared(json.loads(key))
             verdict = (
-                self._rehearsal.perform(json.dumps(fields))
+                self._trials.perform(json.dumps(fields))
                 if self._tries_apart
                 else try_out(tokenizer, fields, PARSER_LIMITS)
             )
@@ -202,9 +202,9 @@ def _as_schema(given: dict[str, Any] | str) -> dict[str, Any]:
     return schema
 
 
-def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, mask_threads: list[MaskThreads]) -> None:
+def _end(threads: ThreadPoolExecutor, trials: GrammarTrials, mask_threads: list[MaskThreads]) -> None:
     """Not a method, because a finalizer calls it, which must not keep the compiler alive."""
     threads.shutdown(wait=False)
-    rehearsal.close()
+    trials.close()
     for each in mask_threads:
         each.close()

@@ -74,7 +74,7 @@ def in_formats(model: Decoder, grouped: dict[str, int]) -> Decoder:
         bits = next((bits for part, bits in grouped.items() if f".experts.{part}" in name), None)
         if bits is not None and name.endswith("_proj.weight"):
             weight = quantize(parameter.detach(), bits)
-            model.take(name, lambda weight=weight: weight)  # type: ignore[misc]
+            model.load_weight(name, lambda weight=weight: weight)  # type: ignore[misc]
     return model
 
 

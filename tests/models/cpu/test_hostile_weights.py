@@ -100,7 +100,7 @@ def spoilt(config: ModelConfig, dtype: torch.dtype, rng: Random) -> Decoder:
         sizes = [size for size in GROUP_SIZES if parameter.dim() == 2 and parameter.shape[1] % size == 0]
         if sizes and model.is_product(name) and rng.random() < 0.5:
             groups = random_groups(parameter.shape[0], parameter.shape[1], rng.choice(sizes), odd, rng)
-            model.take(name, lambda groups=groups: groups)  # type: ignore[misc]
+            model.load_weight(name, lambda groups=groups: groups)  # type: ignore[misc]
     return model
 
 

@@ -57,7 +57,7 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
 def decoder(weight: GroupedWeight, dtype: torch.dtype, isa: str | None = None) -> CpuDecoder:
     """A model with that head; its other matrices are plain."""
     model = make_model(replace(BASE, hidden_size=weight.num_inputs, is_tied=False), dtype)
-    model.lm_head.take(weight)
+    model.lm_head.load_weight(weight)
     return CpuDecoder(model, SLOT_LEN, isa=isa)
 
 
@@ -136,7 +136,7 @@ def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
     untied.model.embed_tokens.weight.copy_(weight.dequantize())
     del tied.model.embed_tokens.weight
     for model in (tied, untied):
-        model.lm_head.take(weight)
+        model.lm_head.load_weight(weight)
     rows = [Row(0, [0, 15, 16, 100, 260])]
     assert torch.equal(*(cpu_bench(model, isa=isa).run(rows)[0] for model in (tied, untied)))
 
@@ -146,7 +146,7 @@ def test_matrices_of_one_model_may_differ_in_format() -> None:
     for layer in range(BASE.num_layers):
         product, other = (linear(model, f"{layer}.mlp.gate_up_proj") for model in (mixed, same))
         weight = quantize(product.weight.detach(), 4)
-        product.take(weight)
+        product.load_weight(weight)
         other.weight.copy_(weight.dequantize())
     rows = [Row(0, [1, 2, 3]), Row(3, [9])]
     ours, exact = (torch.cat(cpu_bench(model).run(rows)) for model in (mixed, same))
@@ -162,7 +162,7 @@ def test_offsets_that_are_8_scales_take_no_memory() -> None:
 
 def test_groups_that_rows_cannot_have_are_refused() -> None:
     model = make_model(BASE)
-    model.lm_head.take(GroupedWeight(8, torch.zeros(VOCAB, 112, dtype=torch.int8), torch.ones(VOCAB, 7)))
+    model.lm_head.load_weight(GroupedWeight(8, torch.zeros(VOCAB, 112, dtype=torch.int8), torch.ones(VOCAB, 7)))
     with pytest.raises(ValueError, match=r"groups of 32, 64, 96, .* weights, not of 16"):
         CpuDecoder(model, SLOT_LEN)
 
@@ -177,7 +177,7 @@ def with_groups(config: ModelConfig, dtype: torch.dtype, plain: str) -> Decoder:
     model = make_model(config, dtype)
     for name, parameter in list(model.named_parameters()):
         if model.is_product(name) and plain not in name.replace("embed_tokens", "lm_head"):
-            model.take(name, partial(quantize, parameter.detach(), 8))
+            model.load_weight(name, partial(quantize, parameter.detach(), 8))
     return model
 
 

@@ -27,7 +27,7 @@ _PYTHON_TYPES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A call; `arguments` is JSON."""
 
     name: str
@@ -38,7 +38,7 @@ class _Raw(str):
     """A value as it was written, whose type only the tool's schema knows."""
 
 
-def calls_in(field: TemplateField, body: str, captures: Mapping[str, str], schemas: Schemas) -> list[Call]:
+def calls_in(field: TemplateField, body: str, captures: Mapping[str, str], schemas: Schemas) -> list[ToolCall]:
     """The calls that a region's text is. ValueError if it is none; TimeoutError if a pattern takes too long."""
     try:
         value = _transformed(field, _parsed(body, field.content, field.content_args), captures)
@@ -90,7 +90,7 @@ def _filled(form: Any, scope: Mapping[str, Any]) -> Any:
     return value
 
 
-def _call(value: Any, schemas: Schemas) -> Call:
+def _call(value: Any, schemas: Schemas) -> ToolCall:
     function = value.get("function", value)
     name, arguments = function["name"], function.get("arguments", function.get("parameters"))
     name = name.strip()
@@ -105,7 +105,7 @@ def _call(value: Any, schemas: Schemas) -> Call:
     properties = schemas.get(name, {}).get("properties")
     schema_of = properties if isinstance(properties, dict) else {}
     typed = {key: _typed(each, schema_of.get(key)) for key, each in arguments.items()}
-    return Call(name, json.dumps(typed, ensure_ascii=False, allow_nan=False))
+    return ToolCall(name, json.dumps(typed, ensure_ascii=False, allow_nan=False))
 
 
 # How a text becomes a value

@@ -2,7 +2,7 @@
 
 llguidance compiles clients' grammars in native code. Deep nesting overflows its stack, and small texts can take
 minutes or gigabytes; its own limits do not prevent all of that, and in the server's process each case would end the
-server. So the program `grammar_trial` compiles each first, and the server compiles only grammars that survived there.
+server. So the program `trial_process` compiles each first, and the server compiles only grammars that survived there.
 
 Without fork (on Windows), `IS_POSSIBLE` is false, and only llguidance's own limits apply.
 """
@@ -20,8 +20,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from chairlift.engine.text import grammar_trial
-from chairlift.engine.text.grammar_trial import BEGUN, OVERFLOW, Verdict, read_all
+from chairlift.engine.text import trial_process
+from chairlift.engine.text.trial_process import BEGUN, OVERFLOW, Verdict, read_all
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ IS_POSSIBLE = hasattr(os, "fork") and find_spec("resource") is not None
 _ANSWER_S = 60.0
 
 
-class Rehearsal:
-    """Rehearses grammars in a helper process, which starts when first needed and again if it dies. Thread-safe."""
+class GrammarTrials:
+    """Tries grammars out in a helper process, which starts when first needed and again if it dies. Thread-safe."""
 
     def __init__(self, read_settings: Callable[[], bytes]) -> None:
         """`read_settings`: JSON with `tokenizer` and `limits`; called when the process starts."""
@@ -77,7 +77,7 @@ class Rehearsal:
 
 
 class _Helper:
-    """Runs the program `grammar_trial`."""
+    """Runs the program `trial_process`."""
 
     def __init__(self, settings: bytes) -> None:
         import llguidance
@@ -88,7 +88,7 @@ class _Helper:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", grammar_trial.__file__, str(package)],
+                    [sys.executable, "-I", "-S", trial_process.__file__, str(package)],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # else threads reserve memory that counts as used

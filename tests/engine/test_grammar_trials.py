@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from chairlift.engine.text import grammar as grammar_module
 from chairlift.engine.text.grammar import _NUM_THREADS, CompilerLimits, GrammarCompiler
-from chairlift.engine.text.grammar_trial import Verdict
-from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal
+from chairlift.engine.text.grammar_trials import IS_POSSIBLE, GrammarTrials
 from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.trial_process import Verdict
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
@@ -109,7 +109,7 @@ def new_compiler(tokenizer: Tokenizer, *, tries_apart: bool = True) -> GrammarCo
 
 
 def helper_of(compiler: GrammarCompiler) -> psutil.Process:
-    helper = compiler._rehearsal._helper
+    helper = compiler._trials._helper
     assert helper is not None
     return psutil.Process(helper.process.pid)
 
@@ -162,7 +162,7 @@ def test_without_forks_llguidances_own_limits_have_to_do(
         assert new_grammar(compiler, pattern("[a-z]+")).is_ready
         with pytest.raises(InvalidGrammar, match=TOO_COMPLEX):
             new_grammar(compiler, pattern("(a{1000}){1000}"))
-        assert compiler._rehearsal._helper is None
+        assert compiler._trials._helper is None
 
 
 def test_the_helper_is_started_again_when_it_dies_and_serves_who_waited(compiler: GrammarCompiler) -> None:
@@ -201,11 +201,11 @@ def test_the_helper_knows_nothing_of_torch_and_ends_like_the_threads_with_its_co
 
 STARTS_ONE = """
 import json, sys, time
-from chairlift.engine.text.rehearsal import Rehearsal
+from chairlift.engine.text.grammar_trials import GrammarTrials
 
-rehearsal = Rehearsal(lambda: json.dumps({"tokenizer": {"tokenizer": sys.argv[1]}, "limits": {}}).encode())
-assert rehearsal.perform('{"json": null, "regex": "a", "choice": null, "grammar": null}').error is None
-print(rehearsal._helper.process.pid, file=sys.stderr, flush=True)
+trials = GrammarTrials(lambda: json.dumps({"tokenizer": {"tokenizer": sys.argv[1]}, "limits": {}}).encode())
+assert trials.perform('{"json": null, "regex": "a", "choice": null, "grammar": null}').error is None
+print(trials._helper.process.pid, file=sys.stderr, flush=True)
 time.sleep(1000)
 """
 
@@ -233,7 +233,7 @@ def test_slow_grammars_hold_up_nobody_while_a_thread_is_left(compiler: GrammarCo
 def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.limits = CompilerLimits(max_unfinished=2)
     gate = threading.Event()
-    monkeypatch.setattr(Rehearsal, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
+    monkeypatch.setattr(GrammarTrials, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
     waiting = [compiler.compile(pattern(letter)) for letter in "ab"]
     with pytest.raises(GrammarsBusy, match="2 other grammars are being compiled; try again later"):
         compiler.compile(pattern("c"))
@@ -243,7 +243,7 @@ def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeyp
         assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
 
 
-@pytest.mark.parametrize("what", ["threading.Thread.start", "chairlift.engine.text.rehearsal.subprocess.Popen"])
+@pytest.mark.parametrize("what", ["threading.Thread.start", "chairlift.engine.text.grammar_trials.subprocess.Popen"])
 def test_without_a_thread_or_a_process_to_be_had_a_grammar_can_be_had_later(
     compiler: GrammarCompiler, what: str
 ) -> None:

@@ -1,7 +1,7 @@
 """Compiles grammars where a crash does no harm: in a child of this program for each grammar, under limits.
 
-`rehearsal` starts this file by its path. It imports llguidance and no other module of the server, and forks a child for
-every grammar, with limits of processor time, memory and stack.
+`grammar_trials` starts this file by its path. It imports llguidance and no other module of the server, and forks a
+child for every grammar, with limits of processor time, memory and stack.
 
 The program's standard input is a socket over which it receives further sockets: the first for its settings (the keyword
 arguments of `LLTokenizer` and the parser's limits), then one per grammar. A child reads the fields of a
@@ -48,7 +48,7 @@ _SPECIAL_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a rehearsal: the source for llguidance to compile, or its error."""
+    """The result of a trial: the source for llguidance to compile, or its error."""
 
     source: str = ""
     num_bytes: int = 0  # memory that it took

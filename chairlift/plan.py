@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from chairlift.params import SamplingParams, TokenLogprobs
+from chairlift.prompt_work import PromptPart, PromptResult
 
 ON_DEVICE = -1
 """An input token that the host does not know yet: the newest one that the device has sampled in the row's slot."""
@@ -68,20 +69,11 @@ class SamplingKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """Prompt tokens whose log-probabilities are wanted: those that follow some of a row's new tokens."""
-
-    first: int  # the first of these, by its index in the row's new tokens
-    token_ids: Sequence[int]  # the tokens that follow it and the next ones
-    num_top: int  # likeliest tokens to report at each
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """The outcome wanted of a row, beside keys and values."""
 
     is_sampled: bool = False  # a token is sampled after its own new tokens, and one after each of its guess
-    scoring: Scoring | None = None
+    part: PromptPart | None = None  # of what the request wants of its prompt
     history: Sequence[int] | None = None  # the sequence's tokens, if its counts for penalties begin (again) with them
     forbidden: Collection[int] = ()  # tokens that must not be sampled, beside those of its key
 
@@ -215,7 +207,7 @@ class RowResult:
 
     token_ids: list[int] = field(default_factory=list)  # one per step of the launch, up to an error
     logprobs: Sequence[TokenLogprobs] = ()  # one per token, if asked for
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt tokens that follow those computed
+    prompt_result: PromptResult | None = None  # of the work's part
     error: str | None = None  # why no valid token follows these; the other rows are sound
     stop_reason: str | None = None  # of an error: GRAMMAR_LIMIT if the client can avoid it
     is_late: bool = False  # its mask was late: it has no token yet, and must be computed again

@@ -121,15 +121,15 @@ def _to_json(body: BaseModel) -> bytes:
 
 def _size_of(delta: RequestDelta) -> int:
     """Estimates the cost of making a reply of a delta, in scored tokens."""
-    size = _num_scores(delta.prompt_logprobs)
+    size = 0 if delta.prompt_result is None else delta.prompt_result.size
     for choice in delta.choices:
         size += _num_scores(choice.logprobs) + len(choice.text) // _CHARACTERS_PER_SCORE
     return size
 
 
-def _num_scores(positions: Sequence[TokenLogprobs | None]) -> int:
+def _num_scores(positions: Sequence[TokenLogprobs]) -> int:
     """Returns the number of scores, if each position has as many as the last one."""
-    return len(positions) * len(positions[-1] or ()) if positions else 0
+    return len(positions) * len(positions[-1]) if positions else 0
 
 
 def _check(delta: RequestDelta) -> None:

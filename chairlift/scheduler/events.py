@@ -7,6 +7,7 @@ from typing import Self
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
 from chairlift.plan import RowResult
+from chairlift.prompt_work import PromptResult
 from chairlift.scheduler.request import RequestState
 
 
@@ -21,7 +22,7 @@ class TokenEvent:
     error: str | None = None  # why it failed; its finish reason is then ABORT
     has_end_token: bool = False  # the last of the new tokens ended the sequence and is no part of its text
     logprobs: Sequence[TokenLogprobs] = ()  # one per new token, if asked for
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_result: PromptResult | None = None  # of a part of what the request wants of its prompt
     rejection: QueueTimeout | QueueFull | ValueError | None = None  # why it never gets a slot
     # of each token, since the one before it; tokens of a launch share its time. None: these are the first
     token_seconds: float | None = field(default=None, compare=False)
@@ -51,7 +52,7 @@ class TokenEvent:
             request.error,
             request.has_end_token,
             result.logprobs and result.logprobs[: len(kept)],
-            result.prompt_logprobs,
+            result.prompt_result,
             None,
             token_seconds,
         )

@@ -45,10 +45,8 @@ class Finder:
         self._states = states
 
     def find(self, request: RequestState, tokens: bytes) -> Finding:
-        """Finds what of a request's tokens need not be computed; at least one is left, so that there are logits."""
-        if request.wants_prompt_scored:
-            return Finding()
-        most = len(request.token_ids) - 1
+        """Finds what of a request's tokens need not be computed."""
+        most = request.max_reused
         slot, num_tokens, leader, num_awaited = None, 0, None, 0
         seen: set[int] = set()
         matches = list(self._index.match(tokens, request.options.cache_salt))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chairlift.plan import COMPUTE, ON_DEVICE, RowPlan, Scoring, StepPlan
+from chairlift.plan import COMPUTE, ON_DEVICE, RowPlan, StepPlan
 from chairlift.scheduler.drafting import Guess
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.request import RequestState
@@ -99,11 +99,8 @@ def _chunk(request: RequestState, num_new: int) -> RowPlan:
     start, end = request.num_computed, request.num_computed + num_new
     is_last = num_new == request.num_uncomputed
     work = request.work_to_sample() if is_last else COMPUTE
-    first = max(start, request.num_scored)  # not again what a preempted row recomputes
-    last = min(end, request.num_prompt_tokens - 1)
-    if request.prompt_logprobs is not None and first < last:
-        scoring = Scoring(first - start, request.token_ids[first + 1 : last + 1], request.prompt_logprobs)
-        work = replace(work, scoring=scoring)
+    if (part := request.part_of_task(start, num_new)) is not None:
+        work = replace(work, part=part)
     row = RowPlan(request.key, request.slot, start, request.token_ids[start:end], request.num_output_tokens, work)
     if request.is_recurrent and is_last:
         row.num_tentative = max(min(request.prompt_tail, num_new), request.num_tentative())

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
-from chairlift.plan import SAMPLE, Grammar, RowResult, SamplingKey, TokenFilter, Work
+from chairlift.plan import SAMPLE, Grammar, RowPlan, RowResult, SamplingKey, TokenFilter, Work
+from chairlift.prompt_work import PromptPart, PromptTask, part_of
 from chairlift.scheduler.drafting import NO_GUESS, Drafter, Guess
 
 REPETITION_DETECTED = "repetition_detected"  # the stop reason of a sequence that repeats itself, named as in vLLM
@@ -41,7 +42,7 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     new_grammar: Callable[[], Grammar] | None = None
-    prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt
+    prompt_task: PromptTask | None = None  # wanted of the prompt
     options: RequestOptions = DEFAULT_OPTIONS
     new_token_filter: Callable[[], TokenFilter] | None = None
     new_repetition_watch: Callable[[], RepetitionWatch] | None = None
@@ -139,7 +140,7 @@ class _Progress:
     is_yielding: bool = False  # preempted: it loses its slot once no launch writes to it
     # In total
     num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
-    num_scored: int = 0  # of the prompt: positions whose log-probabilities were reported
+    num_done: int = 0  # of the prompt: tokens that its task is done with
     num_preemptions: int = 0
     num_drafted: int = 0  # tokens that were guessed and verified
     num_accepted: int = 0  # those of them that are in its answer
@@ -156,7 +157,7 @@ class RequestState(_Progress):
     """A request and its progress. Belongs to the scheduler's thread alone."""
 
     __slots__ = (
-        *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_logprobs", "eos_token_ids"),
+        *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_task", "eos_token_ids"),
         *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "key", "_new"),
     )
 
@@ -169,7 +170,7 @@ class RequestState(_Progress):
         self.options = request.options
         self.max_tokens = request.max_tokens
         self.seed = request.seed
-        self.prompt_logprobs = request.prompt_logprobs
+        self.prompt_task = request.prompt_task
         has_grammar = request.new_grammar is not None
         self.min_tokens = 0 if has_grammar else request.params.min_tokens
         ignores_eos = request.params.ignore_eos and not has_grammar
@@ -224,6 +225,13 @@ class RequestState(_Progress):
         forbidden = self.token_filter.forbidden_after(self.token_ids, self.num_prompt_tokens)
         return Work(is_sampled=True, history=history, forbidden=forbidden)
 
+    def part_of_task(self, start: int, num_new: int) -> PromptPart | None:
+        """Returns the part of its task that a row does with so many new tokens from `start` on; None: it has none."""
+        task = self.prompt_task
+        if task is None or start >= self.num_prompt_tokens:
+            return None
+        return part_of(task, self.token_ids[: self.num_prompt_tokens], start, num_new, self.num_done)
+
     def end_at_mark(self, num_new: int) -> int:
         """Cuts a chunk of `num_new` tokens where a state is wanted. Within the prompt's tail the one before will do."""
         start, last = self.num_computed, len(self.token_ids)
@@ -261,9 +269,16 @@ class RequestState(_Progress):
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
-    def wants_prompt_scored(self) -> bool:
-        """Returns true if log-probabilities of its prompt are still to be reported; its first token has none."""
-        return self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
+    def max_reused(self) -> int:
+        """Tokens that need not be computed for it: one is left, so that there are logits, and all that its task reads.
+
+        After a preemption, what its task is done with is not read again.
+        """
+        most = len(self.token_ids) - 1
+        if self.prompt_task is None:
+            return most
+        span = self.prompt_task.span(self.num_prompt_tokens)
+        return most if self.num_done >= span.stop else min(most, max(span.start, self.num_done))
 
     @property
     def num_remaining(self) -> int:
@@ -282,8 +297,10 @@ class RequestState(_Progress):
         """Returns true if its own constraints may leave no token, though all logits are numbers."""
         return self.grammar is not None or self.token_filter is not None
 
-    def record(self, result: RowResult) -> list[int]:
+    def record(self, row: RowPlan, result: RowResult) -> list[int]:
         """Records the result of its row. Returns the tokens that count."""
+        if result.prompt_result is not None and (part := row.work.part) is not None:
+            self.num_done = row.start + part.first + part.num_tokens
         if result.is_late:
             self.has_counts = False  # the tokens that do not count may be among them
             return []

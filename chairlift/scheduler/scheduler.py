@@ -183,7 +183,6 @@ class Scheduler:
             request = owner_of(row.slot)
             request.num_pending -= num_expected
             request.num_launches -= 1
-            request.num_scored += len(result.prompt_logprobs)
             if result.error is not None or result.has_bad_surplus:
                 request.contents.surplus_failed()
             had_ended = request.finish_reason is not None
@@ -193,10 +192,10 @@ class Scheduler:
             if result.is_late or row.guess:
                 num_right = 0 if result.is_late else len(result.token_ids)
                 self.placement.step_back(request, num_expected - num_right)
-            kept = request.record(result)
+            kept = request.record(row, result)
             if self.speculation is not None and row.guess and not result.is_late:
                 self.speculation.learn(request, len(kept), len(result.token_ids))
-            if kept or result.prompt_logprobs or request.finish_reason is not None:
+            if kept or result.prompt_result is not None or request.finish_reason is not None:
                 events.append(TokenEvent.of(request, kept, result, now))
             if request.finish_reason is not None:
                 self._retire(request)

@@ -19,7 +19,7 @@ READ = {"a": "x\ny\0 \ufffd"}
 
 def delta_of(text: str, finish_reason: FinishReason | None = None) -> RequestDelta:
     """New text of a request's only choice."""
-    return RequestDelta("r", None, [1], [CompletionDelta(0, text, [1], [], [], 1, finish_reason)], [])
+    return RequestDelta("r", None, [1], [CompletionDelta(0, text, [1], [], [], 1, finish_reason)])
 
 
 def told_of(reply: Reply, text: str) -> Any:

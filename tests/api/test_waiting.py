@@ -19,6 +19,7 @@ from chairlift.api.openai.replies import CompletionReply
 from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason, Logprob
+from chairlift.prompt_work import PromptScores
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, Events, chunks_of, client_of, parts_of, post, user
 from tests.api.fault_support import Clock, Gate, clock_of, held, serving, until_idle
@@ -281,7 +282,7 @@ async def test_what_a_choice_says_before_the_prompt_is_scored_is_told_after_it(s
         said = [{ord(each): Logprob(-1.0, 1)} for each in text]
         offsets = [*range(text == "d", 1 + (text == "d"))] if text else []
         choices = [CompletionDelta(0, text, [*text.encode()], said, offsets, 1), CompletionDelta(1, "", [], [], [], 0)]
-        return RequestDelta("r", "ab", [*b"ab"], choices, scores)
+        return RequestDelta("r", "ab", [*b"ab"], choices, PromptScores(scores) if scores else None)
 
     assert [reply.news(0, each) for each in (delta("c", None), delta("d"))] == [[], []]
     first, second = (
@@ -296,7 +297,7 @@ async def test_a_prompt_that_was_not_scored_to_its_end_is_there_as_far_as_it_was
     reply = CompletionReply(body, "bundled", server.llm.inputs)
     running = CompletionDelta(0, "", [], [], [], 0)
     ended = CompletionDelta(0, "", [], [], [], 0, FinishReason.ABORT, "timeout")
-    scores = [None, {ord("b"): Logprob(-1.5, 1)}]
+    scores = PromptScores([None, {ord("b"): Logprob(-1.5, 1)}])
     assert reply.news(0, RequestDelta("r", "abc", [*b"abc"], [running], scores)) == []
     whole = CompletionReply(body, "bundled", server.llm.inputs)
     (choice,) = whole.whole([RequestDelta("r", "abc", [*b"abc"], [ended], scores)]).choices

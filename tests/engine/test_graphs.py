@@ -24,6 +24,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.params import RequestOutput
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Request
 from tests.engine import support
 from tests.engine.support import ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, Recorder, core_of, make_request, row_of, tokens_of
@@ -326,8 +327,8 @@ def test_rows_that_want_more_than_that_need_the_sampler_as_do_those_without_thei
 
 
 def run_on_gpu(core: EngineCore, params: SamplingParams, is_checked: bool) -> list[list[int]]:
-    scored = params.prompt_logprobs
-    requests = [Request(str(i), each, params, 12, seed=i, prompt_logprobs=scored) for i, each in enumerate(PROMPTS)]
+    scored = None if params.prompt_logprobs is None else ScoreTask(params.prompt_logprobs)
+    requests = [Request(str(i), each, params, 12, seed=i, prompt_task=scored) for i, each in enumerate(PROMPTS)]
     core.add(*requests)
     states = [support.state_of(core, request) for request in requests]
     while core.has_work:

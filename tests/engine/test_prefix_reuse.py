@@ -14,6 +14,7 @@ from chairlift.engine.parts import Parts
 from chairlift.errors import EngineClosed
 from chairlift.params import RequestOptions, RequestOutput
 from chairlift.plan import StepPlan
+from chairlift.prompt_work import scores_in
 from chairlift.scheduler import TokenEvent
 from chairlift.scheduler.next_step import NextStep
 from tests.engine.async_support import LONG, last, make_async_llm
@@ -210,7 +211,7 @@ def test_a_preempted_request_says_what_it_would_have_said(native: str, forgetful
     assert [state.token_ids[state.num_prompt_tokens :] for state in states] == expected
     for state in states:
         own = [event for event in events if event.request_id == state.request_id]
-        assert sum(len(event.prompt_logprobs) for event in own) == state.num_prompt_tokens - 1
+        assert sum(len(scores_in(event.prompt_result)) for event in own) == state.num_prompt_tokens - 1
 
 
 def _steps(core: EngineCore, limit: int) -> list[TokenEvent]:

@@ -14,7 +14,8 @@ from chairlift.engine.process import PackedUpdate, RemoteReader
 from chairlift.engine.process.connection import ProcessConnection
 from chairlift.engine.process.messages import EnginesGrammar, NumberedAdd
 from chairlift.engine.thread import Update
-from chairlift.params import FinishReason, Logprob, RequestTimes
+from chairlift.params import FinishReason, Logprob, RequestTimes, TokenLogprobs
+from chairlift.prompt_work import PromptScores, scores_in
 from chairlift.scheduler import Request, TokenEvent
 from tests.engine.async_support import DEADLINE_S, last, make_async_llm, wait_until, wait_until_idle
 from tests.engine.support import GREEDY
@@ -39,12 +40,12 @@ def test_sequences_beyond_the_first_four_billion_are_told_apart() -> None:
 
 
 def test_the_scores_of_a_long_prompt_travel_in_parts_of_limited_size() -> None:
-    scores = [{token: Logprob(-1.0, 1) for token in range(21)} for _ in range(500)]
-    begin = replace(BEGIN, prompt_logprobs=scores)
+    scores: list[TokenLogprobs | None] = [{token: Logprob(-1.0, 1) for token in range(21)} for _ in range(500)]
+    begin = replace(BEGIN, prompt_result=PromptScores(scores))
     parts = PackedUpdate.in_parts(Update([PLAIN, begin, SCORED, END]), {"a": 1, "b": 2})
     assert [part.num_scores for part in parts] == [2037, 2037, 2037, 2037, 2037, 316]
     events = [event for part in parts for event in part.unpack({1: "a", 2: "b"}).events]
-    assert [position for event in events for position in event.prompt_logprobs] == scores
+    assert [position for event in events for position in scores_in(event.prompt_result)] == scores
     assert (events[0], events[-2:]) == (PLAIN, [SCORED, END])
     assert [event.new_token_ids for event in events] == [[6], [], [], [], [], [], [5], [4], [2]]
 

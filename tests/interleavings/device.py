@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
-from chairlift.params import Logprob, TokenLogprobs
+from chairlift.params import Logprob
 from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
+from chairlift.prompt_work import PromptScores
 from tests.interleavings.device_states import DeviceStates
 from tests.interleavings.scope import (
     INVALID,
@@ -205,12 +206,11 @@ class Device:
         return inputs, drawn
 
     def _result_of(self, row: RowPlan, drawn: list[int], masks: Masks) -> RowResult:
-        scoring = row.work.scoring
-        scored = () if scoring is None else scoring.token_ids
-        scores: list[TokenLogprobs] = [{token: Logprob(0.0, 1)} for token in scored]
+        part = row.work.part
+        scores = None if part is None else PromptScores([{token: Logprob(0.0, 1)} for token in part.following])
         grammar = row.key.grammar
         if row.is_sampled and (row.key.tag in masks.late or (grammar is not None and not grammar.is_ready)):
-            return RowResult(is_late=True, prompt_logprobs=scores)
+            return RowResult(is_late=True, prompt_result=scores)
         own = drawn
         if row.guess and row.key.tag == masks.short:
             own = drawn[:1]
@@ -220,7 +220,7 @@ class Device:
         is_bad = INVALID in own
         return RowResult(
             own[: own.index(INVALID)] if is_bad else own,
-            prompt_logprobs=scores,
+            prompt_result=scores,
             error=NO_NUMBER if is_bad else None,
             has_bad_surplus=INVALID in drawn,
         )

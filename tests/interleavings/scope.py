@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from zlib import crc32
 
 from chairlift.params import FinishReason, RequestOptions, SamplingParams
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Drafter, Guess, Policy, Request
 from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, IndexBudget, Text
 
@@ -218,7 +219,7 @@ def _case_of(ask: Ask, spoiled: frozenset[int], num_tokens: int, has_guesses: bo
         partial(CountingGrammar, most, _guesses(tokens[start:], ask.forced, ask.forced_half))
         if ask.has_grammar
         else None,
-        ask.prompt_logprobs,
+        None if ask.prompt_logprobs is None else ScoreTask(ask.prompt_logprobs),
         RequestOptions(priority=ask.priority, cache_salt=ask.salt, tenant=ask.tenant, timeout=ask.timeout),
     )
     if ask.has_grammar:

@@ -14,6 +14,7 @@ from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import StepPlan
+from chairlift.prompt_work import scores_in
 from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent
 from tests.interleavings.device import NO_MEMORY, Device, Launch, Masks
 from tests.interleavings.device_states import check_junctions
@@ -299,9 +300,12 @@ class World:
     def _hear(self, event: TokenEvent, client: Client, case: Case) -> None:
         name = case.name
         require(client.is_here and not client.has_ended, f"{name} hears more after its end")
-        for scores in event.prompt_logprobs:
+        for scores in scores_in(event.prompt_result):
             client.num_scored += 1
-            require(next(iter(scores)) == case.tokens[client.num_scored], f"{name} hears wrong scores of its prompt")
+            require(
+                next(iter(scores or ()), None) == case.tokens[client.num_scored],
+                f"{name} hears wrong scores of its prompt",
+            )
         before, now = client.num_tokens, client.num_tokens + len(event.new_token_ids)
         wanted = case.answer[before:now]
         require(tuple(event.new_token_ids) == wanted, f"{name} hears {event.new_token_ids} where {list(wanted)} follow")
@@ -318,7 +322,7 @@ class World:
             return
         require(event.finish_reason is case.reason, f"{name} ends with {event.finish_reason}, not {case.reason}")
         require(now == len(case.answer), f"{name} ends after {now} tokens, not {len(case.answer)}")
-        if case.request.prompt_logprobs is not None and case.reason is not FinishReason.ABORT:
+        if case.request.prompt_task is not None and case.reason is not FinishReason.ABORT:
             num_scored = len(case.request.prompt_token_ids) - 1
             require(client.num_scored == num_scored, f"{name} hears {client.num_scored} scores, not {num_scored}")
 

@@ -29,7 +29,7 @@ _OPTIONS = {
     "share": "queue_share",
     "timeout": "timeout",
 }
-_OF_REQUESTS = ("eos_token_ids", "new_grammar", "new_token_filter", "prompt_logprobs")
+_OF_REQUESTS = ("eos_token_ids", "new_grammar", "new_token_filter", "prompt_task")
 NO_REUSE = Policy(enable_prefix_caching=False)
 
 

@@ -8,6 +8,7 @@ import pytest
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import SlotCopy
+from chairlift.prompt_work import PromptPart, ScoreTask
 from chairlift.scheduler import Policy, RequestState
 from tests.scheduler.fake_engine import NO_REUSE, FakeEngine
 
@@ -131,12 +132,18 @@ def test_all_end_in_a_tenth_of_the_memory_that_they_want() -> None:
 
 def test_what_was_reported_of_a_prompt_is_not_reported_again_after_a_row_yielded() -> None:
     engine = engine_of(4)
-    request = engine.add("a", tokens(0, 100), 1, prompt_logprobs=1)
-    assert request.wants_prompt_scored
-    request.num_scored, request.num_preemptions = 98, 1
-    assert request.wants_prompt_scored
-    request.num_scored = 99
-    assert not request.wants_prompt_scored
+    request = engine.add("a", tokens(0, 100), 1, prompt_task=ScoreTask(1))
+    assert (request.max_reused, request.part_of_task(0, 100)) == (
+        0,
+        PromptPart(ScoreTask(1), 0, 99, tokens(0, 100)[1:]),
+    )
+    request.num_done, request.num_preemptions = 98, 1
+    assert (request.max_reused, request.part_of_task(0, 100)) == (
+        98,
+        PromptPart(ScoreTask(1), 98, 1, tokens(0, 100)[99:]),
+    )
+    request.num_done = 99
+    assert (request.max_reused, request.part_of_task(0, 100)) == (99, None)
 
 
 # Warm slots

@@ -8,6 +8,7 @@ import pytest
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, Logprob, SamplingParams
 from chairlift.plan import RowResult, Scrub
+from chairlift.prompt_work import PromptScores, ScoreTask
 from chairlift.scheduler import Request, Scheduler, TokenEvent
 from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver, FakeEngine, Words
 
@@ -125,9 +126,9 @@ def test_while_a_row_has_a_grammar_all_take_one_step_at_a_time() -> None:
 
 
 def test_scores_of_a_prompts_chunks_come_as_they_are_computed() -> None:
-    scores, tower = [{8: Logprob(-1.0, 1)}, {9: Logprob(-2.0, 3)}], Tower(budget=4)
-    tower.take(replace(tower.make("a", [7, 8, 9, 10, 11, 12]), prompt_logprobs=0))
-    assert tower.step(a=RowResult(prompt_logprobs=scores)) == [TokenEvent("a", [], None, prompt_logprobs=scores)]
+    scores, tower = PromptScores([{8: Logprob(-1.0, 1)}, {9: Logprob(-2.0, 3)}]), Tower(budget=4)
+    tower.take(replace(tower.make("a", [7, 8, 9, 10, 11, 12]), prompt_task=ScoreTask(0)))
+    assert tower.step(a=RowResult(prompt_result=scores)) == [TokenEvent("a", [], None, prompt_result=scores)]
 
 
 def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
@@ -208,9 +209,9 @@ def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -
 
 
 def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more() -> None:
-    tower, scores = Tower().given(("a", [7, 7, 7], 1, {"grammar": Words(5)})), [{7: Logprob(-1.0, 1)}]
-    (event,) = tower.step(a=RowResult([9], is_late=True, prompt_logprobs=scores))
-    assert (event.new_token_ids, event.prompt_logprobs, event.finish_reason) == ([], scores, None)
+    tower, scores = Tower().given(("a", [7, 7, 7], 1, {"grammar": Words(5)})), PromptScores([{7: Logprob(-1.0, 1)}])
+    (event,) = tower.step(a=RowResult([9], is_late=True, prompt_result=scores))
+    assert (event.new_token_ids, event.prompt_result, event.finish_reason) == ([], scores, None)
     rows = tower.scheduler.schedule().rows
     assert [(row.num_new_tokens, row.start) for row in rows] == [(1, 2)]
     assert tower.step(a=[5])[0].finish_reason is STOPPED

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from chairlift.plan import Scrub, SlotCopy
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan, beside, decode, prefill
@@ -96,7 +97,7 @@ SCRIPTS: dict[str, list[Any]] = {
         *({"policy": NO_REUSE}, ("a", SYSTEM, 1), prefill(a=40), ("b", SYSTEM), ("c", SYSTEM), prefill(b=40, c=24)),
     ],
     "a prompt whose tokens are to be scored is computed whole but others may use it": [
-        *({}, ("a", USER, 1), prefill(a=10), ("b", USER, 1, {"prompt_logprobs": 1}), prefill(b=10)),
+        *({}, ("a", USER, 1), prefill(a=10), ("b", USER, 1, {"prompt_task": ScoreTask(1)}), prefill(b=10)),
         *(("c", USER), prefill(c=1)),
     ],
 }

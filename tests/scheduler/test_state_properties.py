@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from chairlift.params import FinishReason
 from chairlift.plan import Job, RowPlan, RowResult, SlotCopy, StateCopy, StepPlan
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Policy, Speculation
 from tests.scheduler.fake_engine import FakeEngine, assert_nothing_is_left
 
@@ -121,7 +122,7 @@ class States(RuleBasedStateMachine):
         has_grammar=st.booleans(),
         fields=st.fixed_dictionaries(
             {"priority": st.integers(0, 1), "salt": st.sampled_from(["", "", "", "x"])},
-            optional={"prompt_logprobs": st.just(1)},
+            optional={"prompt_task": st.just(ScoreTask(1))},
         ),
     )
     def arrive(

@@ -31,6 +31,7 @@ from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import FinishReason, TokenLogprobs
+from chairlift.prompt_work import scores_in
 
 
 class _ChoicesReply(Reply):
@@ -60,7 +61,7 @@ class _ChoicesReply(Reply):
         self._latest: dict[int, RequestDelta] = {}  # by prompt
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
-        self._latest = {index: RequestDelta(self.id, None, prompt, [], []) for index, prompt in enumerate(prompts)}
+        self._latest = {index: RequestDelta(self.id, None, prompt, []) for index, prompt in enumerate(prompts)}
         return []
 
     def news(self, index: int, delta: RequestDelta) -> list[str]:
@@ -112,14 +113,14 @@ class ChatReply(_ChoicesReply):
         self._progress = [ChoiceProgress(vocabulary, body.top_logprobs or 0) for _ in indices]
         self._answers = [Answer(new_reader()) for _ in indices]
 
-    def whole(self, outputs: list[RequestDelta]) -> BaseModel:
+    def whole(self, outputs: list[RequestDelta]) -> chat.ChatCompletion:
         (output,) = outputs
         return chat.ChatCompletion(
             **self._head,
             choices=[self._whole_choice(choice) for choice in output.choices],
             usage=Usage.of(outputs),
             prompt_token_ids=output.prompt_token_ids if self._tells_tokens else None,
-            prompt_logprobs=prompt_logprobs(output.prompt_logprobs, self._num_prompt_logprobs),
+            prompt_logprobs=prompt_logprobs(scores_in(output.prompt_result), self._num_prompt_logprobs),
         )
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
@@ -249,8 +250,8 @@ class CompletionReply(_ChoicesReply):
     def whole(self, outputs: list[RequestDelta]) -> completions.Completion:
         choices = []
         for index, output in enumerate(outputs):
-            self._prompt_scores[index] += output.prompt_logprobs
-            scores = prompt_logprobs(output.prompt_logprobs, self._num_prompt_logprobs)
+            self._prompt_scores[index] += scores_in(output.prompt_result)
+            scores = prompt_logprobs(scores_in(output.prompt_result), self._num_prompt_logprobs)
             for choice in output.choices:
                 whole = self._choice(index, output, choice, self._advance(index, choice), is_first=True)
                 whole.prompt_logprobs = scores
@@ -258,7 +259,7 @@ class CompletionReply(_ChoicesReply):
         return completions.Completion(**self._head, choices=choices, usage=Usage.of(outputs))
 
     def news(self, index: int, delta: RequestDelta) -> list[str]:
-        self._prompt_scores[index] += delta.prompt_logprobs
+        self._prompt_scores[index] += scores_in(delta.prompt_result)
         return super().news(index, delta)
 
     def _events_of(self, index: int, delta: RequestDelta, choice: CompletionDelta) -> list[str]:

@@ -21,7 +21,8 @@ from chairlift.engine.execution.mixed import MixedGraphs
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.masks import PendingMasks
-from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
+from chairlift.engine.sampling.prompt_results import PendingResults
+from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.params import TokenLogprobs
 from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, StepPlan
@@ -40,19 +41,19 @@ class _Outputs:
 
     tokens: torch.Tensor | None  # int64 [N, num_steps]; None: no row was sampled
     logprobs: LogprobTensors | None  # of the places that asked for them, step by step
-    prompt_scores: dict[int, LogprobTensors]  # by row of the plan
+    prompt_results: PendingResults | None
     sampling: SamplingBatch | None  # None: a graph sampled
 
     @classmethod
     def gather(
-        cls, steps: list[Sampled], sampling: SamplingBatch | None, prompt_scores: dict[int, LogprobTensors]
+        cls, steps: list[Sampled], sampling: SamplingBatch | None, prompt_results: PendingResults | None = None
     ) -> "_Outputs":
         """Starts copying the results of all steps to the host."""
         parts = [step.logprobs for step in steps if step.logprobs is not None]
         return cls(
             tokens=bring(torch.stack([step.tokens for step in steps], dim=1)) if steps else None,
             logprobs=LogprobTensors.join(parts).bring() if parts else None,
-            prompt_scores={row: scores.bring() for row, scores in prompt_scores.items()},
+            prompt_results=prompt_results,
             sampling=sampling,
         )
 
@@ -162,9 +163,9 @@ class ModelRunner:
         sampling = prepare_graph_sampling(plan.rows, plan.num_steps)
         graphs.load(_input_ids(plan.rows), cache, plan.num_steps, sampling)
         if sampling is not None:
-            return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None, {})
+            return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None)
         batch, slots = self._sampler.prepare(plan.rows, plan.num_steps), cache.lookup_table
-        return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
+        return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch)
 
     def _replay_mixed(self, graphs: MixedGraphs, plan: StepPlan) -> _Outputs | None:
         """Runs a step with prompts in it from a graph, and samples as `_compute` does. None: no graph suffices."""
@@ -173,11 +174,11 @@ class ModelRunner:
         if step is None:
             return None
         sampling = self._prepare_sampling([plan.rows[index] for index in sampled.rows], 1, sampled.guessed)
-        prompt_scores = self._score_prompts(plan, step.hidden)
+        results = self._prompt_results(plan, step.hidden)
         steps: list[Sampled] = []
         if sampled.rows:
             steps.append(self._sample(self._forward.logits(step.hidden[step.places]), sampling, 0, step.slots))
-        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, prompt_scores)
+        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, results)
 
     def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
         """Runs any plan operator by operator; a graph samples if its rows need no more than a graph offers."""
@@ -193,7 +194,7 @@ class ModelRunner:
             slots = slots[to_device(sampled.rows, torch.int64, self._device)]
         rows = [plan.rows[index] for index in sampled.rows]
         sampling = self._prepare_sampling(rows, plan.num_steps, sampled.guessed)
-        prompt_scores: dict[int, LogprobTensors] = {}
+        results: PendingResults | None = None
         steps: list[Sampled] = []
         for step in range(plan.num_steps):
             if step:
@@ -202,10 +203,10 @@ class ModelRunner:
                 input_ids = self._last_tokens.fill_in(torch.full_like(input_ids, ON_DEVICE), slots)
             hidden = self._forward.hidden(batch, input_ids, inputs[0])
             if step == 0:
-                prompt_scores = self._score_prompts(plan, hidden)
+                results = self._prompt_results(plan, hidden)
             if rows:
                 steps.append(self._sample(self._forward.logits(hidden[places]), sampling, step, slots))
-        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, prompt_scores)
+        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, results)
 
     def _prepare_sampling(
         self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed
@@ -227,18 +228,8 @@ class ModelRunner:
         self._last_tokens.note(slots, sampled.tokens)
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
-        """By row that asked for them: log-probabilities of the prompt tokens that follow this step's tokens."""
-        scores: dict[int, LogprobTensors] = {}
-        start = 0
-        for index, row in enumerate(plan.rows):
-            scoring = row.work.scoring
-            if scoring is not None:
-                first = start + scoring.first
-                own = hidden[first : first + len(scoring.token_ids)]
-                scores[index] = score_tokens(own, scoring.token_ids, scoring.num_top, self._forward.logits)
-            start += row.num_new_tokens
-        return scores
+    def _prompt_results(self, plan: StepPlan, hidden: torch.Tensor) -> PendingResults:
+        return PendingResults(plan.rows, hidden, self._forward.logits)
 
     def _first_batch(self, plan: StepPlan) -> BatchMetadata:
         """The batch of the plan's first step."""
@@ -276,6 +267,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
     masks = None if outputs.sampling is None else outputs.sampling.masks
     logprobs = iter(_logprobs_by_place(outputs))
+    prompt_results = {} if outputs.prompt_results is None else outputs.prompt_results.to_host()
     results = []
     sampled_at: dict[int, RowResult] = {}  # by the place of its first token
     place = 0
@@ -288,7 +280,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
             logprobs=[each for _ in range(place, end) for each in next(logprobs)] if wants_logprobs else [],
-            prompt_logprobs=scores.to_host() if (scores := outputs.prompt_scores.get(index)) is not None else [],
+            prompt_result=prompt_results.get(index),
             error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
             has_bad_surplus=INVALID_TOKEN in drawn,
         )

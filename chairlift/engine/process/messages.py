@@ -118,20 +118,22 @@ def _is_plain(event: TokenEvent) -> bool:
     """True if it has only tokens, and is neither a sequence's beginning nor its end."""
     if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
         return False
-    return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)
+    has_scores = bool(event.logprobs) or event.prompt_result is not None
+    return event.token_seconds is not None and not has_scores and not event.num_drafted
 
 
 def _pieces(event: TokenEvent) -> Iterator[TokenEvent]:
-    """The event with the last of its prompt's scores, after events that have only the others, if there are many."""
-    rest = event.prompt_logprobs
-    num_at_once = max(1, _MAX_SCORES // len(rest[-1])) if rest else 0
-    while len(rest) > num_at_once:
-        piece = TokenEvent(event.request_id, [], None, prompt_logprobs=rest[:num_at_once])
+    """The event with the last piece of its prompt's result, after events that have only the others, if it is large."""
+    if event.prompt_result is None or event.prompt_result.size <= _MAX_SCORES:
+        yield event
+        return
+    *others, last = event.prompt_result.pieces(_MAX_SCORES)
+    for result in others:
+        piece = TokenEvent(event.request_id, [], None, prompt_result=result)
         piece.num_drafted, piece.num_accepted = event.num_drafted, event.num_accepted
         yield piece
-        rest = rest[num_at_once:]
-    yield event if rest is event.prompt_logprobs else replace(event, prompt_logprobs=rest)
+    yield replace(event, prompt_result=last)
 
 
 def _num_scores(event: TokenEvent) -> int:
-    return sum(map(len, event.logprobs)) + sum(map(len, event.prompt_logprobs))
+    return sum(map(len, event.logprobs)) + (0 if event.prompt_result is None else event.prompt_result.size)

@@ -5,7 +5,7 @@ words, those that are not allowed) and grammars, penalties, then for rows that a
 and top-p.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +22,6 @@ from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
 from chairlift.plan import ON_DEVICE, RowPlan, SamplingKey, Work
-
-_BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
 
 
 class LogprobTensors(NamedTuple):
@@ -60,17 +58,6 @@ def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, num_top: int) ->
     ranks = (logprobs > values).sum(dim=-1) + 1
     top_values, top_tokens = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     return LogprobTensors(tokens, values.squeeze(1), ranks, top_tokens, top_values)
-
-
-def score_tokens(
-    hidden: torch.Tensor, tokens: Sequence[int], num_top: int, logits_of: Callable[[torch.Tensor], torch.Tensor]
-) -> LogprobTensors:
-    """Log-probabilities of the tokens that follow hidden states `[L, hidden]`, a block of positions at a time."""
-    following = to_device(tokens, torch.int64, hidden.device)
-    blocks = zip(torch.split(hidden, _BLOCK_SIZE), torch.split(following, _BLOCK_SIZE), strict=True)
-    return LogprobTensors.join(
-        [pick_logprobs(logits_of(block).float().log_softmax(dim=-1), own, num_top) for block, own in blocks]
-    )
 
 
 def _top(tokens: list[int], values: list[float], first: int) -> dict[int, Logprob]:

@@ -9,6 +9,7 @@ from typing import Self
 
 from chairlift.engine.text.inputs import Generation
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from chairlift.prompt_work import PromptResult, scores_in
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class RequestDelta:
     prompt: str | None
     prompt_token_ids: list[int]
     choices: list[CompletionDelta]
-    prompt_logprobs: Sequence[TokenLogprobs | None]  # new since the last delta; empty unless asked for
+    prompt_result: PromptResult | None = None  # what is new of it since the last delta
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
 
@@ -90,7 +91,7 @@ class CumulativeOutput:
         for choice, news in zip(self._choices, delta.choices, strict=True):
             choice.add(news)
         if self._output.prompt_logprobs is not None:
-            self._output.prompt_logprobs += delta.prompt_logprobs
+            self._output.prompt_logprobs += scores_in(delta.prompt_result)
         self._output.num_cached_tokens, self._output.times = delta.num_cached_tokens, delta.times
         return self._output.copy()
 

@@ -26,6 +26,7 @@ from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.plan import Grammar
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
@@ -151,6 +152,7 @@ class InputProcessor:
             self.vocabulary.load()  # now, off the event loop
         if compiled is None and params.structured_outputs is not None:
             compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
+        task = None if params.prompt_logprobs is None else ScoreTask(params.prompt_logprobs)
         serial = next(self._serials)  # makes the engine's ids unique: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
@@ -169,7 +171,7 @@ class InputProcessor:
                 first_seed + index,
                 self._eos_token_ids,
                 new_grammar=None if compiled is None else self.grammars.starter(compiled),
-                prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # they are the same for all
+                prompt_task=task if index == 0 else None,  # the result is the same for all
                 options=options,
                 new_token_filter=None if rules is None else partial(RuleFilter, rules),
                 new_repetition_watch=None if repetition is None else partial(PatternWatch, repetition),

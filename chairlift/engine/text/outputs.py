@@ -4,7 +4,7 @@ TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> Stop
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from chairlift.engine.text.deltas import CompletionDelta, RequestDelta
@@ -14,6 +14,7 @@ from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import RequestFailed
 from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
+from chairlift.prompt_work import PromptResult
 from chairlift.scheduler import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -146,10 +147,8 @@ class GenerationState:
         self.generation = generation
         self._tokenizer = tokenizer
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
-        self._is_prompt_scored = generation.params.prompt_logprobs is not None
-        self._prompt_logprobs: list[TokenLogprobs | None] = []  # new
-        if self._is_prompt_scored:
-            self._prompt_logprobs.append(None)  # the first token has none
+        task = generation.requests[0].prompt_task
+        self._prompt_result = None if task is None else task.beginning()  # new
         self._num_cached_tokens = 0
         self._times: RequestTimes | None = None
 
@@ -168,19 +167,17 @@ class GenerationState:
 
     def progress(self) -> RequestDelta:
         """Returns how far all continuations have come, as a delta without news."""
-        return self._delta([choice.progress() for choice in self._choices], ())
+        return self._delta([choice.progress() for choice in self._choices], None)
 
     def take(self) -> RequestDelta:
         """Returns what is new since the last call, which belongs to the caller from now on."""
-        scores = self._prompt_logprobs
-        if scores:
-            self._prompt_logprobs = []
-        return self._delta([choice.take() for choice in self._choices], scores or ())
+        result, self._prompt_result = self._prompt_result, None
+        return self._delta([choice.take() for choice in self._choices], result)
 
     def add(self, index: int, event: TokenEvent) -> bool:
         """Adds an event of a choice; see `_Choice.add`. Drops those after the choice's end, which are surplus."""
-        if self._is_prompt_scored and event.prompt_logprobs:
-            self._prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
+        if event.prompt_result is not None:
+            self._add_result(event.prompt_result)
         if event.times is not None:
             self._times = event.times if self._times is None else self._times.first_of(event.times)
             if index == 0:
@@ -188,14 +185,19 @@ class GenerationState:
         choice = self._choices[index]
         return choice.finish_reason is None and choice.add(event)
 
-    def _delta(self, choices: list[CompletionDelta], scores: Sequence[TokenLogprobs | None]) -> RequestDelta:
+    def _add_result(self, result: PromptResult) -> None:
+        result.name_tokens(self._tokenizer.token_text)
+        before = self._prompt_result
+        self._prompt_result = result if before is None else before.followed_by(result)
+
+    def _delta(self, choices: list[CompletionDelta], result: PromptResult | None) -> RequestDelta:
         generation = self.generation
         return RequestDelta(
             generation.request_id,
             generation.prompt,
             generation.prompt_token_ids,
             choices,
-            scores,
+            result,
             self._num_cached_tokens,
             self._times,
         )

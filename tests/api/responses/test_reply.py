@@ -171,7 +171,7 @@ def deltas_of(text: str, step: int, reason: FinishReason) -> list[RequestDelta]:
         scores = [{ord(text[offset]): Logprob(-float(offset), 1)} for offset in offsets]
         finish_reason = reason if begin + step >= len(text) else None
         choice = CompletionDelta(0, said, [*said.encode()], scores, offsets, begin + len(said), finish_reason)
-        deltas.append(RequestDelta("r", None, [1, 2, 3], [choice], []))
+        deltas.append(RequestDelta("r", None, [1, 2, 3], [choice]))
     return deltas
 
 

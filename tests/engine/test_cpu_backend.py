@@ -16,7 +16,7 @@ from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models import TorchForward, load_forward, load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder, load_library
 from chairlift.models.loader import count_parameters
-from tests.engine.support import resolved_config
+from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kernels import needs_kernels
@@ -67,12 +67,13 @@ def assert_torch_runs(caplog: pytest.LogCaptureFixture, reason: str | None, *mod
     caplog.clear()
 
 
-def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    narrow = make_tiny_checkpoint(tmp_path, head_dim=24)
     assert_torch_runs(caplog, None, attention_backend="torch")
-    reason = "it needs a head_dim of at most 256 that is a multiple of 32, not 16"
-    assert_torch_runs(caplog, reason, tiny, dtype="float32")
-    with pytest.raises(ConfigurationError, match="does not work here: it needs a head_dim of at most 256"):
-        make_core(tiny, quantization="int8")
+    reason = "it needs a head_dim of at most 512 that is a multiple of 16, not 24"
+    assert_torch_runs(caplog, reason, narrow, dtype="float32")
+    with pytest.raises(ConfigurationError, match="does not work here: it needs a head_dim of at most 512"):
+        make_core(narrow, quantization="int8")
     assert_torch_runs(caplog, "it computes in float32 or bfloat16, not float16", dtype="float16")
 
 

@@ -37,7 +37,7 @@ class Attend(Protocol):
 Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256  # of the kernels for GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ class PaddedForward(Forward, Protocol):
         ...
 
 
-def find_head_obstacle(head_dims: Iterable[int], alignment: int) -> str | None:
+def find_head_obstacle(head_dims: Iterable[int], alignment: int, largest: int = _MAX_HEAD_DIM) -> str | None:
     """Says why kernels that take multiples of `alignment` cannot take heads of those sizes; None if they can."""
-    wrong = [head_dim for head_dim in head_dims if head_dim > _MAX_HEAD_DIM or head_dim % alignment]
+    wrong = [head_dim for head_dim in head_dims if head_dim > largest or head_dim % alignment]
     if not wrong:
         return None
-    return f"it needs a head_dim of at most {_MAX_HEAD_DIM} that is a multiple of {alignment}, not {wrong[0]}"
+    return f"it needs a head_dim of at most {largest} that is a multiple of {alignment}, not {wrong[0]}"

@@ -1,6 +1,6 @@
 """The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself."""
 
-from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention
+from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention, head_order
 from chairlift.models.blocks.block import (
     Arrange,
     Block,
@@ -62,6 +62,7 @@ __all__ = [
     "TensorNames",
     "Units",
     "Weight",
+    "head_order",
     "weights_of_ends",
     "weights_of_layer",
 ]

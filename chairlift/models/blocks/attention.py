@@ -189,6 +189,7 @@ class SelfAttention(BlockModule):
             num_heads=self.num_heads + self.num_kv_heads,
             head_dim=self.head_dim,
             num_rotated=self.head_dim if rotation is None else rotation.num_rotated,
+            lanes=packer.lanes,
         )
 
         def arrange_all(rows: torch.Tensor) -> torch.Tensor:
@@ -229,20 +230,29 @@ def part_gates(rows: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tenso
     return rows[torch.cat((pairs[::2], keys, pairs[1::2], values)).flatten()]
 
 
-def arrange_heads(rows: torch.Tensor, *, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:
-    """`[n * head_dim, ...]`: reorders the first `num_heads` heads, if there are so many, as the native code rotates.
-
-    It rotates whole heads, each half with the other. In the order of a checkpoint the first `num_rotated` elements
-    rotate, each half of these with the other; here they come first in both halves.
-    """
-    if num_rotated == head_dim:
+def arrange_heads(rows: torch.Tensor, *, num_heads: int, head_dim: int, num_rotated: int, lanes: int) -> torch.Tensor:
+    """`[n * head_dim, ...]`: reorders the first `num_heads` heads, if there are so many, as the native code rotates."""
+    order = head_order(head_dim, num_rotated, lanes)
+    if torch.equal(order, torch.arange(head_dim)):
         return rows
-    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
-    ranges = ((0, middle), (num_rotated, end), (middle, num_rotated), (end, head_dim))
-    order = torch.cat([torch.arange(start, stop) for start, stop in ranges])
     indices = torch.arange(len(rows)).view(-1, head_dim)
     indices[:num_heads] = indices[:num_heads, order]
     return rows[indices.flatten()]
+
+
+def head_order(head_dim: int, num_rotated: int, lanes: int) -> torch.Tensor:
+    """int64 `[head_dim]`: the elements of a head in the order in which the native code rotates them.
+
+    It rotates whole heads, each half with the other, `lanes` elements at a time. In the order of a checkpoint the first
+    `num_rotated` elements rotate, each half of these with the other; here they come first in both halves. What is left
+    of the halves behind a multiple of `lanes` comes last.
+    """
+    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
+    elements = torch.arange(head_dim)
+    low = torch.cat((elements[:middle], elements[num_rotated:end]))
+    high = torch.cat((elements[middle:num_rotated], elements[end:]))
+    whole = head_dim // 2 // lanes * lanes
+    return torch.cat((low[:whole], high[:whole], low[whole:], high[whole:]))
 
 
 def _normalise(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from chairlift.models.decoder import Decoder
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer
 
-_HEAD_DIM_ALIGNMENT = 32
+_MAX_HEAD_DIM = 512  # as csrc/rows.h has it
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _GROUPED_FORMATS = 2  # added to the above
 
@@ -39,7 +39,7 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
         return f"it computes in one process, and tensor_parallel_size is {num_ranks}"
     if dtype is DType.FLOAT16:
         return f"it computes in float32 or bfloat16, not {dtype}"
-    if obstacle := find_head_obstacle(model.head_dims, _HEAD_DIM_ALIGNMENT):
+    if obstacle := find_head_obstacle(model.head_dims, LANES, _MAX_HEAD_DIM):
         return obstacle
     if not isinstance(model, ModelConfig):
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
@@ -82,7 +82,7 @@ class CpuDecoder:
     def __init__(
         self, model: Decoder, max_seq_len: int, *, quantization: Quantization | None = None, isa: str | None = None
     ) -> None:
-        obstacle = find_head_obstacle(model.config.head_dims, _HEAD_DIM_ALIGNMENT)
+        obstacle = find_head_obstacle(model.config.head_dims, LANES, _MAX_HEAD_DIM)
         if obstacle := obstacle or _find_block_obstacle(model.config.layers):
             raise ValueError(obstacle)
         library = load_library(isa)

@@ -9,7 +9,8 @@ Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits wi
 offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
-first in both halves (`blocks/attention.py`), and the angle of the others is 0.
+first in both halves (`blocks/attention.py`), and the angle of the others is 0. If a half is no multiple of 16, the last
+eight elements of both stand behind all others.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from chairlift.models.blocks import head_order
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight
 from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
@@ -95,11 +97,12 @@ def pack_grouped(
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tensor:
-    """float32 `[max_seq_len, head_dim]`: the cosines of half a head, then the sines; the other half has the same."""
+    """float32 `[max_seq_len, head_dim]`: the cosines of half a head, and the sines, in the order of two halves."""
     cosines, sines = rope_tables(rope, head_dim, max_seq_len, torch.device("cpu"))
     num_turning = cosines.shape[-1] // 2
     still = (0, head_dim // 2 - num_turning)
-    return torch.cat((pad(cosines[:, :num_turning], still, value=1.0), pad(sines[:, :num_turning], still)), dim=-1)
+    both = torch.cat((pad(cosines[:, :num_turning], still, value=1.0), pad(sines[:, :num_turning], still)), dim=-1)
+    return both if head_dim % (2 * LANES) == 0 else both[:, head_order(head_dim, head_dim, LANES)]
 
 
 def _panels_of(weight: GroupedWeight) -> torch.Tensor:

@@ -96,7 +96,8 @@ _GEMMA: dict[str, Any] = {
 }
 _GRANITE: dict[str, Any] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_divisor": 8.0}
 
-# Neither 16 nor 64 divides most of these sizes: hidden, of an MLP, heads, key/value heads, of a head.
+# Neither 16 nor 64 divides most of these sizes: hidden, of an MLP, heads, key/value heads, of a head. Heads of 48 and
+# 80 elements end within a step of 32.
 SHAPES = {
     # Norms around attention and MLP, soft caps, two tables of angles, windows within, across and beyond chunks of keys.
     "like Gemma": shape(
@@ -107,7 +108,7 @@ SHAPES = {
     "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
     # Scales everywhere, heads that turn in part, a layer without positions.
     "like Granite, Phi and SmolLM": shape(
-        *(98, 150, 5, 1),
+        *(98, 150, 5, 1, 80),
         layers=(Positions(_PARTIAL_ROPE, 200), Positions(None), Positions(_PARTIAL_ROPE, 100)),
         **{**_GRANITE, **_QKV_BIAS, "scale": 1 / 16, "qk_norm": QKNorm.HEAD},
     ),
@@ -118,10 +119,11 @@ SHAPES = {
     "three heads to one": shape(126, 66, 6, 2, 96, has_bias=True),
     "five heads to one": shape(90, 112, 10, 2, 128, is_tied=False, layers=(_LLAMA3,) * 2, **_ALL_BIASES),
     "wide heads": shape(44, 33, 4, 2, 256),
+    "heads as wide as any": shape(44, 33, 2, 1, 512),
     "many heads": shape(90, 250, 18, 9),
     "twenty heads to one": shape(100, 150, 20, 1, is_tied=False, vocab_size=256),
     "deep products": shape(70, 4100, 7, 1, layers=positions_of(BASE)[:1]),
-    # Blocks of other sizes in each layer, one without attention and one without an MLP; two groups in the cache.
+    # Blocks of other sizes in each layer, one without attention and one without an MLP; three groups in the cache.
     "layers that differ": replace(
         BASE,
         hidden_size=90,
@@ -130,7 +132,10 @@ SHAPES = {
             (_NARROW, DenseMLPBlock(intermediate_size=150, activation=Activation.GELU_TANH)),
             (_WIDE,),
             (DenseMLPBlock(intermediate_size=66),),
-            (replace(_NARROW, num_heads=10, window=130), DenseMLPBlock(intermediate_size=33, has_bias=True)),
+            (
+                replace(_NARROW, num_heads=10, head_dim=48, window=130),
+                DenseMLPBlock(intermediate_size=33, has_bias=True),
+            ),
         ),
     ),
 }

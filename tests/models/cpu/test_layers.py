@@ -55,7 +55,7 @@ def random_attention(rng: random.Random) -> AttentionBlock:
     return AttentionBlock(
         num_heads=num_kv_heads * rng.choice((1, 2, 5)),
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice((32, 64, 96, 128)),
+        head_dim=rng.choice((16, 32, 80, 96, 112)),
         scale=rng.choice((0.1, 0.15, 0.2)),
         rope=rng.choice(ROPES),
         window=rng.choice((None, 24, 130)),

@@ -6,7 +6,7 @@
 #include "product/product.h"
 
 constexpr int ROWS_AT_ONCE = 32;
-constexpr int MOST_HEAD_DIM = 256;  // columns that are multiplied at once, at most
+constexpr int MOST_HEAD_DIM = 512;  // columns that are multiplied at once, at most
 
 // The rows that a product multiplies, in the number format for weights W. `stride`: elements of a row, with padding.
 template <class W> struct Rows {

@@ -96,7 +96,7 @@ static void attend_chunk(const AttentionScratch<T>& scratch, const Queries<T>& q
                          const Chunk& chunk, const SoftmaxState* results) {
     const int dim = view.head_dim, depth = chunk.depth(), end = chunk.first + chunk.count;
     const SoftmaxState* states = results ? results : scratch.chunk;
-    pack_values(view.values + chunk.first * view.stride, view.stride, chunk.count, depth, view.num_heads * dim,
+    pack_values(view.values + chunk.first * view.stride, view.stride, chunk.count, depth, view.num_heads, dim,
                 scratch.values);
     if (queries.count <= FEW) attend_few(scratch, queries, view, chunk, states);
     for (int head = 0; head < view.num_heads; head++) {

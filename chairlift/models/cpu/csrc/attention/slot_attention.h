@@ -112,11 +112,13 @@ template <class T> struct SlotAttention {
             const int64_t head = kv_head * list.heads_per_kv_head + index % list.heads_per_kv_head;
             T* to = attended.values + t * attended.stride + head * dim;
             const float factor = 1 / (merged.sum[q] + weight_of_sink(head, merged.maximum[q]));
-            for (int64_t d = 0; d < dim; d += 2 * LANES) {
+            int64_t d = 0;
+            for (; d + 2 * LANES <= dim; d += 2 * LANES) {
                 f32x16 low = load16(merged.output + q * dim + d), high = load16(merged.output + q * dim + d + LANES);
                 restore_order(T{}, low, high);
                 store32(to + d, low * factor, high * factor);
             }
+            if (d < dim) store16(to + d, load16(merged.output + q * dim + d) * factor);
         }
     }
 };

@@ -130,8 +130,10 @@ template <class T, class W> struct Attention {
         }
     }
 
+    // The elements of a head are those of its first half and of its second, which rotate with them. A multiple of 16 of
+    // each comes first; if 8 are left of each, these are the last vector. So are the cosines and sines of the table.
     static void rotate(const AttentionBlock& block, const float* c, int64_t position, float scale, T* to) {
-        const int64_t dim = block.head_dim, half = dim / 2;
+        const int64_t dim = block.head_dim, half = dim / (2 * LANES) * LANES;
         if (!block.rope) {
             for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
             return;
@@ -143,5 +145,16 @@ template <class T, class W> struct Attention {
             store16(to + d, low * cosine - high * sine);
             store16(to + half + d, high * cosine + low * sine);
         }
+        if (dim > 2 * half) rotate_last(c + 2 * half, cosines + 2 * half, scale, to + 2 * half);
+    }
+
+    // Eight elements, and the eight that rotate with them.
+    static void rotate_last(const float* c, const float* angles, float scale, T* to) {
+        constexpr int HALF = LANES / 2;
+        constexpr int32_t numbers[LANES]{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const f32x16 x = load16(c), both = load16(angles) * scale;
+        const f32x16 cosine = exchange<HALF, false>(both, both), sine = exchange<HALF, true>(both, both);
+        const f32x16 along = x * cosine, across = swap<HALF>(x) * sine;
+        store16(to, select(load<i32x16>(numbers) < HALF, along - across, along + across));
     }
 };

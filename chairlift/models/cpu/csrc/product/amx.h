@@ -44,6 +44,8 @@ INLINE void multiply_tiles(const bf16* a, int64_t lda, const bf16* b, int64_t de
 
 static void multiply(const bf16* a, int64_t lda, int rows, const bf16* b, int panels, int64_t depth, float* c,
                      int64_t ldc, Prefetch prefetch = {}) {
+    constexpr int64_t STEP = 64 / sizeof(bf16);  // a tile's depth; heads need not be multiples of it
+    if (depth % STEP) return multiply_vectors(a, lda, rows, b, panels, depth, c, ldc, prefetch);
     for (int r = 0; r < rows; r += 32) {
         const int left = rows - r < 32 ? rows - r : 32;
         shape_tiles(left < 16 ? left : 16, left > 16 ? left - 16 : 16);

@@ -3,6 +3,7 @@
 import logging
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.parity.test_families import YARN, assert_near, reference_logits
 from tests.parity.test_recurrent import DELTA_NET
 from tests.support.checkpoints import SMALL, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
+from tests.support.gguf_files import write_model
 
 PIXTRAL = {
     "model_type": "pixtral",
@@ -37,7 +39,7 @@ QWEN = {
     "deepstack_visual_indexes": [0],
 }
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-GROWING = {**YARN, "llama_4_scaling_beta": 0.2}
+GROWING = {**YARN, "llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 24.0}
 
 # A name begins with transformers' class; then the fields of the text part, and those of the tower.
 TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -95,6 +97,19 @@ def test_text_logits_are_those_of_the_whole_model(
     assert_near(ours, reference_logits(reference, tokens))
     (line,) = [record.message for record in caplog.records if "left out" in record.message]
     assert "tensors are left out, since only text is read and written" in line
+
+
+@pytest.mark.parametrize("tower", ["Mistral3, Ministral", "Qwen2_5_VL", "Qwen3VL"])
+def test_text_logits_of_a_gguf_file_are_those_of_the_whole_model(directory: Path, tmp_path: Path, tower: str) -> None:
+    _, reference = checkpoint(directory, tower)
+    config, begin = reference.config.get_text_config(), "model.language_model."
+    config.tie_word_embeddings = False
+    text = {name.replace(begin, "model."): tensor for name, tensor in reference.state_dict().items() if begin in name}
+    text["lm_head.weight"] = reference.lm_head.weight.detach()
+    part = SimpleNamespace(config=config, state_dict=lambda: text)
+    (tokens,) = random_prompts(4, [100])
+    ours = bench(write_model(part, tmp_path / "model.gguf")).run([Row(2, tokens)])[0]
+    assert_near(ours, reference_logits(reference, tokens))
 
 
 def respelled(path: Path, target: Path, spellings: dict[str, str]) -> Path:

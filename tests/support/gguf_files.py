@@ -40,8 +40,11 @@ _ARCHITECTURES = {
     "olmo2": MODEL_ARCH.OLMO2,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
+    "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
+    "ministral3": MODEL_ARCH.MISTRAL3,
 }
-_REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE)
+_REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.MISTRAL3, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE)
 _NO_PRODUCTS = ("ssm_a", "ssm_d", "ssm_norm", "conv1d", "shortconv.conv")  # which the converter keeps in F32
 _GEMMA = (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3)
 
@@ -152,6 +155,7 @@ def _add_family(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    _add_tower(writer, rope, architecture)
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -167,6 +171,18 @@ def _add_family(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_tower(writer: GGUFWriter, rope: dict[str, Any], architecture: MODEL_ARCH) -> None:
+    """Writes what the text part of a model has that reads images as well."""
+    if architecture in (MODEL_ARCH.QWEN2VL, MODEL_ARCH.QWEN3VL):
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if architecture is MODEL_ARCH.QWEN3VL:
+        writer.add_num_deepstack_layers(1)
+    if architecture is MODEL_ARCH.MISTRAL3:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _rope_factors(config: Any) -> dict[str, list[float]]:

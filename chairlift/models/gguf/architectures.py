@@ -30,6 +30,14 @@ from chairlift.models.gguf.recurrent import (
 
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 _EPSILON = "attention.layer_norm_rms_epsilon"
+_GROWTH = "attention.temperature_scale"
+
+Extend = Callable[[Config, Fields], Config]
+"""Adds what an architecture has beside the fields of all."""
+
+
+def _as_it_is(config: Config, fields: Fields) -> Config:  # noqa: ARG001
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Architecture:
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
     epsilons: tuple[str, ...] = (_EPSILON,)  # of norms: one of them at least, and the first counts
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
-    extend: Callable[[Config, Fields], Config] = lambda config, _: config
+    extend: Extend = _as_it_is
     spellings: dict[str, str] = field(default_factory=dict)  # last parts of tensors' names: usual, and its own
 
 
@@ -48,6 +56,35 @@ def _family_of_llama(fields: Fields) -> str:
     if fields.has("expert_count"):
         return "MixtralForCausalLM"
     return "MistralForCausalLM" if fields.has("attention.sliding_window") else "LlamaForCausalLM"
+
+
+def _family_of_mistral3(fields: Fields) -> str:
+    return "Ministral3ForCausalLM" if fields.has(_GROWTH) else "MistralForCausalLM"
+
+
+def _extend_mistral3(config: Config, fields: Fields) -> Config:
+    """Adds to the rope how queries grow, and what else its yarn has: a file leaves out an mscale of 1."""
+    names = {
+        _GROWTH: "llama_4_scaling_beta",
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
+    }
+    read = {theirs: fields.number(ours) for ours, theirs in names.items() if fields.has(ours)}
+    if "mscale_all_dim" in read:
+        read["mscale"] = 1.0
+    return {**config, "rope_parameters": {**config["rope_parameters"], **read}}
+
+
+def _without_images(extend: Extend) -> Extend:
+    """Leaves out what a file says of images only, which for text changes nothing."""
+
+    def extend_text(config: Config, fields: Fields) -> Config:
+        for name in ("rope.dimension_sections", "n_deepstack_layers"):
+            fields.any(name, 0)
+        return extend(config, fields)
+
+    return extend_text
 
 
 def _extend_gemma3(config: Config, fields: Fields) -> Config:
@@ -84,6 +121,10 @@ ARCHITECTURES = {
     "llama": Architecture(_family_of_llama, is_interleaved=True, numbers=_WINDOW, extend=extend_llama),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", extend=_without_images(_as_it_is)),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", extend=_without_images(_as_it_is)),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", extend=_without_images(extend_qwen3_moe)),
+    "mistral3": Architecture(_family_of_mistral3, is_interleaved=True, numbers=_WINDOW, extend=_extend_mistral3),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "granite": Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
     "phi3": Architecture("Phi3ForCausalLM", numbers=_WINDOW),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from chairlift.api.errors import ErrorReply, error_reply
 from chairlift.api.http.event_stream import EventStream
 from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job
 from chairlift.api.telemetry.observation import OBSERVATION
+from chairlift.api.wire.body import WholeReply
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.deltas import RequestDelta
 from chairlift.errors import ChairliftError, InvalidRequest, RequestFailed
@@ -111,11 +111,11 @@ class Answering:
         return function(*args) if size <= _LARGE else await self.off_loop(function, *args)
 
 
-def _to_json(body: BaseModel) -> bytes:
+def _to_json(body: WholeReply) -> bytes:
     text = body.model_dump_json().encode()
-    choices: list[object] = getattr(body, "choices", [])
-    while choices:  # one by one: freeing a large reply at once would block all other threads
-        choices.pop()
+    parts = body.parts
+    while parts:  # one by one: freeing a large reply at once would block all other threads
+        parts.pop()
     return text
 
 

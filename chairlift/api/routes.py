@@ -10,9 +10,10 @@ from pydantic import BaseModel
 from chairlift.api.http.access import Client
 from chairlift.api.jobs import Job, JobMaker
 from chairlift.api.service import Service
+from chairlift.api.wire.body import ModelBody
 from chairlift.api.wire.errors import ErrorBody
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=ModelBody)
 
 Handle = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 """Serves a request."""

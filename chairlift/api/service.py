@@ -22,11 +22,12 @@ from chairlift.api.store import ReplyStore, Store
 from chairlift.api.telemetry.metrics import SCRAPE_INTERVAL_S, Counts, Metrics
 from chairlift.api.telemetry.observation import OBSERVATION
 from chairlift.api.telemetry.pace import Paced
+from chairlift.api.wire.body import ModelBody
 from chairlift.engine.async_llm import AsyncLLM, OffLoop, compile_grammar
 from chairlift.engine.journal import EngineStats
 from chairlift.errors import EngineClosed, InvalidGrammar, ModelNotFound
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=ModelBody)
 _Made = TypeVar("_Made")
 
 _READERS = "readers of the reference"  # all of them count as one client of the threads
@@ -160,7 +161,7 @@ class Service:
 
         def parse() -> _Made:
             body = raw.parse(body_type)
-            self.check_model(getattr(body, "model", None))
+            self.check_model(body.model)
             return make(body)
 
         return await off_loop(parse), off_loop

@@ -11,11 +11,11 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from pydantic import BaseModel
 
 from chairlift.api.http import threads as module
 from chairlift.api.http.threads import CallThreads
 from chairlift.api.openai import routes
+from chairlift.api.openai.chat import ChatCompletion
 from chairlift.api.openai.replies import ChatReply
 from chairlift.engine.async_llm import OffLoop
 from chairlift.engine.text.deltas import RequestDelta
@@ -217,7 +217,7 @@ async def test_a_reply_of_many_scored_tokens_is_made_elsewhere(server: Server, s
             threads.add(threading.current_thread().name)
             return super().closing()
 
-        def whole(self, outputs: list[RequestDelta]) -> BaseModel:
+        def whole(self, outputs: list[RequestDelta]) -> ChatCompletion:
             threads.add(threading.current_thread().name)
             return super().whole(outputs)
 

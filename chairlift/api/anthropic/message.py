@@ -2,8 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from chairlift.api.wire.body import WholeReply
 from chairlift.api.wire.usage import Usage
 
 
@@ -66,14 +67,14 @@ StopReason = Literal[
 ]
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(WholeReply):
     """The reply. `stop_reason` is pause_turn if its timeout passed, or the server went down: it can be continued."""
 
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Block] = []
+    content: list[Block] = Field([])
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage

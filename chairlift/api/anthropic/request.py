@@ -24,7 +24,7 @@ from chairlift.api.anthropic.turns import (
     joined,
     merged,
 )
-from chairlift.api.wire.body import Body, Label
+from chairlift.api.wire.body import Body, Label, ModelBody
 from chairlift.api.wire.checks import only, only_types
 from chairlift.api.wire.conversation import ToolChoiceMode, ToolUse, effort_arguments
 from chairlift.api.wire.generation import SENDER, GenerationRequest
@@ -111,10 +111,9 @@ class RequestMetadata(Body):
     user_id: Label | None = Field(None, description=SENDER)
 
 
-class CountTokensRequest(ToolUse):
+class CountTokensRequest(ModelBody, ToolUse):
     """A conversation whose tokens are to be counted."""
 
-    model: str | None = Field(None, description="the served model's name; left out: the one there is")
     messages: list[Turn] = Field(
         description="turns of the user and the assistant; an assistant's turn at the end is continued"
     )

@@ -175,6 +175,11 @@ class ChatCompletion(ChoicesBody):
     prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
     prompt_logprobs: Annotated[PromptLogprobs | None, LeftOutIfNone] = None
 
+    @property
+    def parts(self) -> list[Any]:
+        """See `WholeReply`."""
+        return self.choices
+
 
 class ChatCompletionChunk(ChoicesBody):
     """One chunk of a streamed reply."""

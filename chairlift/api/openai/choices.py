@@ -6,7 +6,7 @@ from pydantic import (
     BaseModel,
 )
 
-from chairlift.api.wire.body import LeftOutIfNone
+from chairlift.api.wire.body import LeftOutIfNone, WholeReply
 from chairlift.api.wire.usage import Usage
 
 
@@ -30,7 +30,7 @@ class Choice(BaseModel):
     token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
 
 
-class ChoicesBody(BaseModel):
+class ChoicesBody(WholeReply):
     """A whole reply, or one chunk of a streamed one."""
 
     id: str

@@ -1,6 +1,6 @@
 """`/v1/completions`: the request, and the whole reply or a chunk of it."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -95,3 +95,8 @@ class CompletionChoice(Choice):
 class Completion(ChoicesBody):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
+
+    @property
+    def parts(self) -> list[Any]:
+        """See `WholeReply`."""
+        return self.choices

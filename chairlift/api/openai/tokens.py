@@ -10,15 +10,14 @@ from chairlift.api.jobs import JobMaker
 from chairlift.api.openai.rendering import AnyMessage, Rendering
 from chairlift.api.routes import Route, at_once
 from chairlift.api.service import Service
-from chairlift.api.wire.body import Body, LeftOutIfNone, TokenIds
+from chairlift.api.wire.body import LeftOutIfNone, ModelBody, TokenIds
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.errors import InvalidRequest
 
 
-class TokenizeRequest(Rendering):
+class TokenizeRequest(ModelBody, Rendering):
     """Either a text or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[AnyMessage] | None = None  # type: ignore[assignment]  # may be left out here
     add_special_tokens: StrictBool | None = Field(
@@ -53,10 +52,9 @@ class TokenizeReply(BaseModel):
         return cls(tokens=tokens, count=len(tokens), max_model_len=inputs.max_seq_len, token_strs=strs)
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ModelBody):
     """Tokens to be turned into text."""
 
-    model: str | None = None
     tokens: TokenIds
 
 

@@ -3,9 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pydantic import BaseModel
-
 from chairlift.api.http.event_stream import KEEP_ALIVE
+from chairlift.api.wire.body import WholeReply
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.engine.text.deltas import RequestDelta
 
@@ -18,7 +17,7 @@ class Reply(ABC):
     num_repeated = 0  # bytes of the request that the reply repeats, and a streamed one repeatedly
 
     @abstractmethod
-    def whole(self, outputs: list[RequestDelta]) -> BaseModel:
+    def whole(self, outputs: list[RequestDelta]) -> WholeReply:
         """Makes the reply to a request that does not stream; `outputs`: of each prompt, all that it has gained."""
 
     @abstractmethod

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, Field, RootModel
 
 from chairlift.api.responses.items import ItemStatus
-from chairlift.api.wire.body import LeftOutIfNone
+from chairlift.api.wire.body import LeftOutIfNone, WholeReply
 from chairlift.api.wire.conversation import Effort
 from chairlift.api.wire.errors import ErrorDetail
 from chairlift.api.wire.events import NamedEvent
@@ -140,7 +140,7 @@ class UsedCustomTool(BaseModel):
     format: dict[str, Any]
 
 
-class ResponseObject(BaseModel):
+class ResponseObject(WholeReply):
     """The reply. It repeats the request's settings, with defaults for those left out."""
 
     id: str
@@ -151,7 +151,7 @@ class ResponseObject(BaseModel):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
-    output: list[OutputItem] = []
+    output: list[OutputItem] = Field([])
     usage: ResponseUsage | None = None
 
     instructions: str | None

@@ -92,7 +92,22 @@ class Body(BaseModel):
         return schema
 
 
+class ModelBody(Body):
+    """A request's whole body, which may name the model that it is for."""
+
+    model: str | None = Field(None, description="the served model's name; left out: the one there is")
+
+
 class Written(Body):
     """Accepts what a model wrote. Drops fields that servers and clients have added to it."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class WholeReply(BaseModel):
+    """The body of a reply that is sent whole."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """Its largest list, from which it is freed part by part once it is written; empty: it is never large."""
+        return []

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from chairlift.api.wire.body import Body, Label, Metadata, Texts, TokenIds, without_nulls
+from chairlift.api.wire.body import Body, Label, Metadata, ModelBody, Texts, TokenIds, without_nulls
 from chairlift.api.wire.checks import only
 from chairlift.api.wire.extras import EngineExtras
 from chairlift.api.wire.marks import Ignored, Refused
@@ -51,10 +51,9 @@ class Repetition(Body):
     min_count: StrictInt
 
 
-class GenerationRequest(Body):
+class GenerationRequest(ModelBody):
     """A field without a description has that of its namesake in RequestOptions or SamplingParams, whose limits hold."""
 
-    model: str | None = Field(None, description="the served model's name; left out: the one there is")
     priority: StrictInt | None = None
     timeout: StrictFloat | None = None
     cache_salt: str | None = Field(None, max_length=256)

@@ -7,8 +7,12 @@ hands tasks, parts and results on without knowing their kind. Plain Python, and 
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+from operator import add
 from typing import ClassVar, Self
 
 from chairlift.params import TokenLogprobs
@@ -125,3 +129,73 @@ class PromptScores(PromptResult):
 def scores_in(result: PromptResult | None) -> Sequence[TokenLogprobs | None]:
     """Returns the log-probabilities of a result; none if it has no such thing."""
     return result.positions if isinstance(result, PromptScores) else ()
+
+
+class Pooling(StrEnum):
+    """Says of which last hidden states a prompt's vector is made."""
+
+    LAST = "last"  # that of its last token
+    MEAN = "mean"  # the mean of all of them
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTask(PromptTask):
+    """Wants a vector for the whole prompt, made of hidden states after the final norm."""
+
+    is_all: ClassVar[bool] = True
+    pooling: Pooling
+
+    def span(self, num_tokens: int) -> range:
+        """See `PromptTask`. For a mean every token is computed, also what another prompt has begun with."""
+        return range(num_tokens - 1 if self.pooling is Pooling.LAST else 0, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledStates(PromptResult):
+    """The sum of some hidden states of a prompt.
+
+    A sum of several is counted in whole units, so that it is the same wherever the prompt was cut.
+    """
+
+    sums: "array[float] | array[int]"  # [hidden], in units
+    num_tokens: int
+    unit: float = 1.0
+    is_finite: bool = True
+
+    def followed_by(self, later: Self) -> Self:
+        """See `PromptResult`."""
+        sums = array(self.sums.typecode, map(add, self.sums, later.sums))
+        return type(self)(sums, self.num_tokens + later.num_tokens, self.unit, self.is_finite and later.is_finite)
+
+    @property
+    def is_sound(self) -> bool:
+        """See `PromptResult`."""
+        return self.is_finite
+
+
+@dataclass(frozen=True, slots=True)
+class LabelTask(PromptTask):
+    """Wants the logits of some tokens after the prompt, such as those of an answer with yes and with no."""
+
+    is_all: ClassVar[bool] = True
+    token_ids: tuple[int, ...]
+
+    def span(self, num_tokens: int) -> range:
+        """See `PromptTask`."""
+        return range(num_tokens - 1, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelLogits(PromptResult):
+    """The logits of the tokens that a `LabelTask` names, in their order."""
+
+    values: tuple[float, ...]
+
+    def followed_by(self, later: Self) -> Self:  # noqa: ARG002 - there is none
+        """See `PromptResult`."""
+        raise AssertionError("a prompt has one last token")
+
+    @property
+    def is_sound(self) -> bool:
+        """See `PromptResult`."""
+        return all(map(isfinite, self.values))

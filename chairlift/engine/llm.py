@@ -13,11 +13,14 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.text.chat_template import ChatOptions, Message
-from chairlift.engine.text.deltas import CumulativeOutput
-from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
+from chairlift.engine.text.deltas import CumulativeOutput, RequestDelta
+from chairlift.engine.text.embedding import EmbeddingOutput, vector_of
+from chairlift.engine.text.inputs import DEFAULT_CHAT, PROMPT_ONLY, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
+from chairlift.engine.text.relevance import Pair, ScoreOutput
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
+from chairlift.prompt_work import PromptTask
 
 _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
 
@@ -78,7 +81,8 @@ class LLM:
             self.inputs.prepare(str(next(self._ids)), prompt, own_params, options=own_options or DEFAULT_OPTIONS)
             for prompt, own_params, own_options in zip(listed, each_params, each_options, strict=True)
         ]
-        return self._run(generations, use_tqdm)
+        states = self._run(generations, use_tqdm)
+        return [CumulativeOutput(state.generation).add(state.take()) for state in states]
 
     def chat(
         self,
@@ -105,6 +109,55 @@ class LLM:
         ]
         return self.generate(prompts, chosen, use_tqdm, options)
 
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[list[int]],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> list[EmbeddingOutput]:
+        """Makes a vector of each text, in order; see `engine/text/embedding.py`. Requests of all kinds share steps.
+
+        `prompt_name`: of the checkpoint's prompts, the one that precedes each text; token ids get none. `dimensions`:
+        only so many of the vector's first ones. `normalize`: vectors have length one.
+        `InvalidRequest` if one of them cannot be served, `RequestFailed` if one of them fails.
+        """
+        self._home.check()
+        listed: list[Prompt] = [texts] if isinstance(texts, str) else list(texts)
+        embedding = self.inputs.embedding
+        prompts = [embedding.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in listed]
+        return [
+            EmbeddingOutput(
+                vector_of(delta.prompt_result, dimensions, is_normalized=normalize).tolist(),
+                delta.prompt_token_ids,
+                delta.num_cached_tokens,
+            )
+            for delta in self._compute(prompts, embedding.task, use_tqdm, options)
+        ]
+
+    def score(
+        self,
+        query: str,
+        texts: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> list[ScoreOutput]:
+        """Scores how well each text fits a query, in order.
+
+        A reranker's scores are probabilities; those of other models are cosines of two vectors. `instruction`: tells a
+        reranker what fits. Errors are those of `embed`.
+        """
+        self._home.check()
+        documents = [texts] if isinstance(texts, str) else texts
+        comparison = self.inputs.relevance.compare([Pair(query, each) for each in documents], instruction)
+        deltas = self._compute(comparison.prompts, comparison.task, use_tqdm, options)
+        return [ScoreOutput(score) for score in comparison.scores([delta.prompt_result for delta in deltas])]
+
     def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts computed, so that later calls start cold, for instance in a benchmark."""
         self._home.check()
@@ -128,7 +181,20 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
+    def _compute(
+        self, prompts: Sequence[Prompt], task: PromptTask, use_tqdm: bool, options: RequestOptions
+    ) -> list[RequestDelta]:
+        """Computes what the task wants of each prompt. `RequestFailed` if one of them fails."""
+        generations = [
+            self.inputs.prepare(str(next(self._ids)), prompt, PROMPT_ONLY, options=options, task=task)
+            for prompt in prompts
+        ]
+        deltas = [state.take() for state in self._run(generations, use_tqdm)]
+        for delta in deltas:
+            delta.check_result()
+        return deltas
+
+    def _run(self, generations: list[Generation], use_tqdm: bool) -> list[GenerationState]:
         disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
         with self._lock, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
@@ -142,7 +208,7 @@ class LLM:
                         core.abort(request_id)
                     self._outputs.close(state)
                 self._start_idle_timer()
-        return [CumulativeOutput(state.generation).add(state.take()) for state in states]
+        return states
 
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)

@@ -50,7 +50,7 @@ class NextStep:
         for request in begun:
             if request.leader is not None:
                 placement.follow(request)
-        ready = [request for request in begun if request.leader is None]
+        ready = [request for request in begun if request.leader is None and request.num_uncomputed]
         for request in ready[:1]:
             self.add_prompt(request, self.num_left - share_of(self.num_left))
         for request in sorted(ready, key=lambda each: (each.options.priority, each.num_uncomputed)):
@@ -98,7 +98,7 @@ def _chunk(request: RequestState, num_new: int) -> RowPlan:
         num_new = request.end_at_mark(num_new)
     start, end = request.num_computed, request.num_computed + num_new
     is_last = num_new == request.num_uncomputed
-    work = request.work_to_sample() if is_last else COMPUTE
+    work = request.work_to_sample() if is_last and not request.is_prompt_only else COMPUTE
     if (part := request.part_of_task(start, num_new)) is not None:
         work = replace(work, part=part)
     row = RowPlan(request.key, request.slot, start, request.token_ids[start:end], request.num_output_tokens, work)

@@ -158,7 +158,8 @@ class RequestState(_Progress):
 
     __slots__ = (
         *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_task", "eos_token_ids"),
-        *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "key", "_new"),
+        *("is_prompt_only", "end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time"),
+        *("key", "_new"),
     )
 
     def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
@@ -171,6 +172,7 @@ class RequestState(_Progress):
         self.max_tokens = request.max_tokens
         self.seed = request.seed
         self.prompt_task = request.prompt_task
+        self.is_prompt_only = request.prompt_task is not None and request.prompt_task.is_all  # nothing is generated
         has_grammar = request.new_grammar is not None
         self.min_tokens = 0 if has_grammar else request.params.min_tokens
         ignores_eos = request.params.ignore_eos and not has_grammar
@@ -301,6 +303,9 @@ class RequestState(_Progress):
         """Records the result of its row. Returns the tokens that count."""
         if result.prompt_result is not None and (part := row.work.part) is not None:
             self.num_done = row.start + part.first + part.num_tokens
+            if self.is_prompt_only and result.error is None and self.num_done == self.num_prompt_tokens:
+                self.contents.sampled()  # as good as: what came last was made of all that was computed before
+                self.finish_reason = FinishReason.LENGTH
         if result.is_late:
             self.has_counts = False  # the tokens that do not count may be among them
             return []

@@ -135,7 +135,8 @@ class Scheduler:
             num_pending = request.num_pending
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
-            if len(request.token_ids) + num_pending - request.num_computed != 1:  # num_uncomputed, without a call
+            num_uncomputed = len(request.token_ids) + num_pending - request.num_computed  # without a call
+            if num_uncomputed != 1 or request.is_prompt_only:
                 begun.append(request)
             elif not request.is_paused:
                 step.decode.append(request)

@@ -307,6 +307,10 @@ def test_all_steps_with_prompts_are_replayed(model: str) -> None:
     with engine(model, Recorder(), never_eager) as llm:
         outputs = llm.generate(MANY, GREEDY)
         assert [len(tokens) for tokens in tokens_of(outputs)] == [12] * len(MANY)
+        replayed = [each.embedding for each in llm.embed(MANY)]
+    with engine(model, None) as llm:
+        for expected, found in zip(llm.embed(MANY), replayed, strict=True):
+            assert found == pytest.approx(expected.embedding, abs=1e-4)
 
 
 class Exhaustible(Recorder):

@@ -140,6 +140,13 @@ def test_two_and_four_ranks_answer_as_one_does(divided: LLM, expected: dict[str,
         assert own == pytest.approx(other, abs=1e-4)
 
 
+def test_ranks_make_the_vectors_that_one_makes(divided: LLM, model: str) -> None:
+    with make_divided(model, 1) as llm:
+        expected = llm.embed(PROMPTS[:4])
+    for own, other in zip(divided.embed(PROMPTS[:4]), expected, strict=True):
+        assert own.embedding == pytest.approx(other.embedding, abs=1e-4)
+
+
 def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, StepPlan
 logger = logging.getLogger(__name__)
 
 _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
+_NOT_FINITE = "what was computed of this prompt is not finite"
 _NO_MEMORY = (
     "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
 )
@@ -277,11 +278,13 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
         own = drawn if masks is None else masks.in_time(place, drawn)
         own = up_to_wrong(own, row.guess) if row.guess else own
         wants_logprobs = row.is_sampled and row.key.params.logprobs is not None
+        found = prompt_results.get(index)
+        error = _NOT_FINITE if found is not None and not found.is_sound else None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
             logprobs=[each for _ in range(place, end) for each in next(logprobs)] if wants_logprobs else [],
-            prompt_result=prompt_results.get(index),
-            error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
+            prompt_result=found,
+            error=_NOT_A_NUMBER if INVALID_TOKEN in own else error,
             has_bad_surplus=INVALID_TOKEN in drawn,
         )
         results.append(result)

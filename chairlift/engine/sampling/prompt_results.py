@@ -1,17 +1,32 @@
 """Computes what requests want of their prompts (`chairlift/prompt_work.py`), from last hidden states."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from chairlift.device import to_device
+from chairlift.device import bring, to_device
 from chairlift.engine.sampling.sampler import LogprobTensors, pick_logprobs
 from chairlift.plan import RowPlan
-from chairlift.prompt_work import PromptPart, PromptResult, PromptScores, PromptTask, ScoreTask
+from chairlift.prompt_work import (
+    LabelLogits,
+    LabelTask,
+    PooledStates,
+    Pooling,
+    PoolTask,
+    PromptPart,
+    PromptResult,
+    PromptScores,
+    PromptTask,
+    ScoreTask,
+)
 
-_BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
+_BLOCK_SIZE = 64  # positions whose logits, or whose states in 64 bits, are in memory at the same time
+# Of sums in 64 bits: finer than what float32 tells apart at 1, with room for a million states of thousands.
+_UNIT = 2.0**-30
+_MOST_UNITS = 2.0**42
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 """`[N, hidden]` -> `[N, vocab]`."""
@@ -67,6 +82,63 @@ def _score_tokens(asked: _Asked, logits_of: LogitsOf) -> LogprobTensors:
     )
 
 
+def _pool(parts: list[_Asked], _: LogitsOf) -> Finish:
+    """Pools the parts: single states all at once, sums of several one after the other."""
+    single = [index for index, each in enumerate(parts) if _pooling_of(each) is Pooling.LAST]
+    states = bring(torch.cat([parts[index].hidden for index in single]).float()) if single else None
+    sums = {index: bring(_sum(each.hidden)) for index, each in enumerate(parts) if index not in set(single)}
+
+    def finish() -> list[PromptResult]:
+        results: dict[int, PromptResult] = {}
+        for row, index in enumerate(single):
+            assert states is not None, "there are some"
+            results[index] = PooledStates(_array("f", states[row]), 1, 1.0, bool(states[row].isfinite().all()))
+        for index, brought in sums.items():
+            num_tokens = parts[index].part.num_tokens
+            results[index] = PooledStates(_array("q", brought[:-1]), num_tokens, _UNIT, not brought[-1])
+        return [results[index] for index in range(len(parts))]
+
+    return finish
+
+
+def _pooling_of(asked: _Asked) -> Pooling:
+    assert isinstance(asked.part.task, PoolTask), "the table of kinds says so"
+    return asked.part.task.pooling
+
+
+def _sum(hidden: torch.Tensor) -> torch.Tensor:
+    """`[N, hidden]` -> int64 `[hidden + 1]`: the sum in units, and how many elements are no number or too large."""
+    total = torch.zeros(hidden.shape[1] + 1, dtype=torch.int64, device=hidden.device)
+    for block in torch.split(hidden, _BLOCK_SIZE):
+        units = block.double() / _UNIT
+        is_bad = ~(units.abs() <= _MOST_UNITS)  # also true of what is no number
+        total[:-1] += units.masked_fill_(is_bad, 0.0).round_().long().sum(dim=0)
+        total[-1] += is_bad.sum()
+    return total
+
+
+def _array(typecode: Literal["f", "q"], tensor: torch.Tensor) -> "array[float] | array[int]":
+    """The elements of a tensor on the host, whose type is that of the typecode."""
+    elements: array[float] | array[int] = array(typecode)
+    elements.frombytes(tensor.contiguous().numpy().tobytes())
+    return elements
+
+
+def _label(parts: list[_Asked], logits_of: LogitsOf) -> Finish:
+    """Computes the logits of labels after prompts, a block of prompts at a time."""
+    brought: list[torch.Tensor] = []
+    for start in range(0, len(parts), _BLOCK_SIZE):
+        block = parts[start : start + _BLOCK_SIZE]
+        logits = logits_of(torch.cat([each.hidden for each in block])).float()
+        for row, each in enumerate(block):
+            assert isinstance(each.part.task, LabelTask), "the table of kinds says so"
+            labels = to_device(each.part.task.token_ids, torch.int64, logits.device)
+            brought.append(bring(logits[row].gather(0, labels)))
+    return lambda: [LabelLogits(tuple(each.tolist())) for each in brought]
+
+
 _KINDS: dict[type[PromptTask], Callable[[list[_Asked], LogitsOf], Finish]] = {
     ScoreTask: _score,
+    PoolTask: _pool,
+    LabelTask: _label,
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from chairlift.engine.text.inputs import Generation
+from chairlift.errors import RequestFailed
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
 from chairlift.prompt_work import PromptResult, scores_in
 
@@ -70,6 +71,13 @@ class RequestDelta:
     def finished(self) -> bool:
         """True if all continuations have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    def check_result(self) -> None:
+        """Raises `RequestFailed` if it ended without what was wanted of its prompt alone."""
+        (choice,) = self.choices
+        if choice.error is not None or self.prompt_result is None:
+            reason = choice.error or f"it was ended before it was computed: {choice.stop_reason or 'aborted'}"
+            raise RequestFailed(reason)
 
 
 class CumulativeOutput:

@@ -17,8 +17,10 @@ from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, Toke
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.defaults import CheckpointDefaults
 from chairlift.engine.text.detokenizer import StopStrings
+from chairlift.engine.text.embedding import EmbeddingConfig
 from chairlift.engine.text.end_tokens import find_end_tokens
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
+from chairlift.engine.text.relevance import read_relevance
 from chairlift.engine.text.special_tokens import strings_in
 from chairlift.engine.text.tokenizer import Tokenizer, too_long
 from chairlift.engine.text.vocabulary import Vocabulary
@@ -26,7 +28,7 @@ from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.plan import Grammar
-from chairlift.prompt_work import ScoreTask
+from chairlift.prompt_work import PromptTask, ScoreTask
 from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
@@ -35,6 +37,9 @@ DEFAULT_CHAT = ChatOptions()
 
 MAX_TOKENIZED = 2**19
 """The most characters for `tokenize`, and tokens for `decode`."""
+
+PROMPT_ONLY = SamplingParams(max_tokens=0)
+"""The parameters where only something of the prompt is wanted."""
 
 _TOOLS_PER_MESSAGES = 4  # templates may render little of a tool, so tools may be this many times as long as messages
 _MIN_TOOL_CHARACTERS = 2**18
@@ -117,6 +122,8 @@ class InputProcessor:
         self._seeds = random.Random(config.seed + (seed_stream << 64))
         uses_defaults = config.generation_config is GenerationDefaults.AUTO
         defaults = CheckpointDefaults.read(config.model, path) if uses_defaults else CheckpointDefaults()
+        self.embedding = EmbeddingConfig.read(path)
+        self.relevance = read_relevance(config.model, path, self.tokenizer, self.embedding, self.max_seq_len)
         self._eos_token_ids = find_end_tokens(path, self.tokenizer, vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
@@ -133,11 +140,12 @@ class InputProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
         text_options: TextOptions = DEFAULT_TEXT,
         compiled: Any = None,
+        task: PromptTask | None = None,
     ) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
 
         `param` is the field that the prompt came from, for the errors that name it. `compiled`: the grammar that params
-        ask for; None: it is compiled here.
+        ask for; None: it is compiled here. `task`: wanted of the prompt, if nothing is generated (`PROMPT_ONLY`).
         """
         params = params or self.default_params
         if params.n > self._capacity:
@@ -152,7 +160,8 @@ class InputProcessor:
             self.vocabulary.load()  # now, off the event loop
         if compiled is None and params.structured_outputs is not None:
             compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
-        task = None if params.prompt_logprobs is None else ScoreTask(params.prompt_logprobs)
+        if params.prompt_logprobs is not None:
+            task = ScoreTask(params.prompt_logprobs)
         serial = next(self._serials)  # makes the engine's ids unique: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection

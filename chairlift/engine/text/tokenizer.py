@@ -192,6 +192,15 @@ class Tokenizer:
             pieces = pieces[-max_tokens:]
         return self._encode_pieces(pieces)
 
+    def encode_literally(self, text: str, param: str, max_tokens: int) -> list[int]:
+        """Token ids of a text in which nothing is a special token, whatever it spells. Errors as in `encode`."""
+        if len(text) > max_tokens * self.longest_token:
+            raise _certainly_too_long(len(text), self._fewest_tokens(len(text)), max_tokens, param)
+        if not self._specials.are_in(text):
+            return self.encode(text, add_special_tokens=False, param=param)
+        cut = _unused_character([text])
+        return self._encode_pieces([piece for piece in self._specials.cut(text, cut).split(cut) if piece])
+
     def _render_pieces(self, messages: Sequence[Message], options: ChatOptions) -> list[str]:
         """The rendered chat, cut within each special token that the conversation spells, so that no piece has one."""
         rendered = self._chat.render(messages, options)

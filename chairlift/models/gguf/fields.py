@@ -9,7 +9,7 @@ from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.gguf.header import GGUFFile
 
 _MAX_SIZE = 2**24  # limit of every size of a model
-_HARMLESS = {"rope.scaling.finetuned", "attention.causal", "tensor_data_layout"}
+_HARMLESS = {"rope.scaling.finetuned", "attention.causal", "tensor_data_layout", "pooling_type"}
 
 Config = dict[str, Any]
 """Fields as a config.json has them."""
@@ -62,7 +62,11 @@ class Fields:
         return value
 
     def refuse_leftover(self) -> None:
-        """CheckpointError for a number that is set but was never read."""
+        """CheckpointError for a number that is set but was never read, and for attention that is not causal."""
+        if self._left.get(f"{self._prefix}attention.causal") is False:
+            raise CheckpointError(
+                f"its {self._prefix}attention.causal is false, and only causal attention is supported"
+            )
         for name, value in self._left.items():
             if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
                 raise CheckpointError(f"its {named(name)} ({shown(value)}) is not supported")

@@ -230,6 +230,7 @@ class ResolvedConfig(EngineConfig):
     has_own_kernels: bool = False  # a GPU takes products of few rows with kernels in Triton where these are faster
     keeps_groups: bool = False  # weights that are stored in quantized groups are multiplied in that form
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
+    has_head: bool = True  # of the model; without one it makes vectors and writes nothing
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 
     @property

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from chairlift.models.blocks import AlternatingExperts
 from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
-from chairlift.models.families import ARCHITECTURES, describe_family
+from chairlift.models.families import describe_family, find_architecture
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
@@ -91,13 +91,22 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
         if weights is not None:
             refuse_absent_experts(described.num_experts, (stored.shape for stored in weights.tensors.values()))
         if weights is not None and isinstance(described, ModelConfig):
-            described = replace(described, names=described.names.found_in(weights.tensors))
+            described = _as_stored(described, weights.tensors)
         compression = read_compression(raw)
     if weights is not None and isinstance(described, ModelConfig) and described.is_tied:
         stored = weights if compression is None else CompressedWeights(weights, compression)
         names = described.names
         described = replace(described, is_tied=not has_own_head(stored, names.embedding, names.head_weight))
     return Checkpoint(path, described, compression)
+
+
+def _as_stored(described: ModelConfig, tensors: Collection[str]) -> ModelConfig:
+    """With the names that the files have. A body stored by itself lacks a head, unless it is tied to the embedding."""
+    names = described.names.found_in(tensors)
+    is_whole = names.body or described.is_tied or any(name.startswith(f"{names.head}.") for name in tensors)
+    if is_whole:
+        return replace(described, names=names)
+    return replace(described, names=names, is_tied=True, has_head=False)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -122,9 +131,9 @@ def _describe(raw: dict[str, Any], weights: SafetensorsWeights | None = None) ->
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError("it names no architecture")
-    known = [name for name in ARCHITECTURES if name in architectures]
-    if known:
-        return describe_family(known[0], raw)
+    known = find_architecture([name for name in architectures if isinstance(name, str)])
+    if known is not None:
+        return describe_family(known, raw)
     from chairlift.models.recording import describe_decoder
 
     return describe_decoder(str(architectures[0]), raw, weights)

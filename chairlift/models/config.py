@@ -42,6 +42,7 @@ class ModelShape:
     layers: tuple[Layer, ...]
     max_position_embeddings: int
     dtype: DType
+    has_head: bool = True  # False: it makes vectors only, and its logits mean nothing
 
     @property
     def num_layers(self) -> int:

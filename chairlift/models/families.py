@@ -4,6 +4,7 @@
 more entry.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -206,6 +207,16 @@ FAMILIES = {
 
 ARCHITECTURES = (*FAMILIES, *TOWERS)
 """All that are described: families, and models whose text part is of one."""
+
+
+def find_architecture(named: Sequence[str]) -> str | None:
+    """The first of these names that is described here; None: there is none.
+
+    A decoder without its head, as models of vectors are stored, is called `Qwen3Model` where the whole is
+    `Qwen3ForCausalLM`.
+    """
+    bodies = [name.removesuffix("Model").removesuffix("Text") for name in named if name.endswith("Model")]
+    return next((name for name in ARCHITECTURES if name in (*named, *(f"{body}ForCausalLM" for body in bodies))), None)
 
 
 def preload() -> None:

@@ -53,6 +53,8 @@ def refuse_unreadable(raw: dict[str, Any]) -> None:
     for name in _REFUSED_FIELDS:
         if raw.get(name):
             raise CheckpointError(f"{name} is not supported")
+    if raw.get("is_causal") is False:
+        raise CheckpointError("is_causal false is not supported: here a token sees none of those after it")
 
 
 def read_dtype(config: Any) -> DType:

@@ -220,6 +220,9 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
         ),
         ({"attention_chunk_size": 128}, "attention_chunk_size is not supported"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["LlamaModel"], "is_causal": False}, "is_causal false is not supported: here a token sees"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is not supported: transformers has no dec"),
         ({**GEMMA3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "rope type 'mrope'"),
         *(

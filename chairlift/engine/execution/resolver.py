@@ -92,6 +92,7 @@ def resolve(
         "page_size": PAGE_SIZE if backend.name in _PAGED else 1,
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model, machine),
+        "has_head": model.has_head,
         "has_own_kernels": has_own_kernels,
         "keeps_groups": keeps_groups,
         "is_cache_elastic": machine.has_elastic_memory,

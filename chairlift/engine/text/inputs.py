@@ -28,7 +28,7 @@ from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.plan import Grammar
-from chairlift.prompt_work import PromptTask, ScoreTask
+from chairlift.prompt_work import PoolTask, PromptTask, ScoreTask
 from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
@@ -114,6 +114,7 @@ class InputProcessor:
         path = find_model(config.model)
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
+        self._has_head = config.has_head
         self._speculates = config.speculation is not None
         self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
@@ -160,9 +161,8 @@ class InputProcessor:
             self.vocabulary.load()  # now, off the event loop
         if compiled is None and params.structured_outputs is not None:
             compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
-        if params.prompt_logprobs is not None:
-            task = ScoreTask(params.prompt_logprobs)
         serial = next(self._serials)  # makes the engine's ids unique: a caller may use one twice
+        task = self._task_of(params, task, param)
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
         prompt_token_ids = tuple(token_ids)  # a copy, because the caller may change the list
@@ -190,6 +190,12 @@ class InputProcessor:
         ]
         text = prompt if isinstance(prompt, str) else None
         return Generation(request_id, text, token_ids, params, requests, prepared.stops, text_options)
+
+    def _task_of(self, params: SamplingParams, given: PromptTask | None, param: str) -> PromptTask | None:
+        """What is wanted of the prompt. InvalidRequest if the model cannot compute what is wanted."""
+        if not self._has_head and not isinstance(given, PoolTask):
+            raise InvalidRequest("this checkpoint has no head (lm_head): it makes embeddings, and no text", param)
+        return given if params.prompt_logprobs is None else ScoreTask(params.prompt_logprobs)
 
     def encode_chat(
         self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT, truncates: bool = False

@@ -10,6 +10,7 @@ _BODIES = (  # and the head's name beside each
     (_BODY, _HEAD),
     ("model.language_model.", _HEAD),
     ("language_model.model.", f"language_model.{_HEAD}"),
+    ("", _HEAD),
 )
 
 

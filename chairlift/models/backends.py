@@ -42,6 +42,8 @@ def find_obstacle(
         case AttentionBackend.FLASH_ATTN:
             if _has_sinks(model):
                 return "its kernels have no sinks"
+            if any(block.source is not None for block in model.attention_blocks.values()):
+                return "its kernels take keys and values of every layer's own"
             return flash_builds.find_obstacle(model.attention, model.head_dims, dtype, device)
         case AttentionBackend.TRITON:
             return triton.find_obstacle(model.head_dims, device)

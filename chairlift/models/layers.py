@@ -129,6 +129,18 @@ class RMSNorm(nn.Module):
         return _add_rms_norm(x, delta, self.weight, self.eps, self.is_offset)
 
 
+class UnitNorm(nn.Module):
+    """x / rms(x) over the last dimension: a norm that has no factors."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., size] -> [..., size]`"""
+        return _unit_norm(x, self.eps)
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """What a layer may fold into a product: the norm of its input, the residual."""
@@ -137,13 +149,23 @@ class Use:
     adds: bool = False
 
 
-def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
+def _unit_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
     # On a CPU torch's own rms_norm is a composite of twice as many operators.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale: torch.Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scale
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
+    scale = _unit_scale(x, eps)
     if is_offset:
         return (x * scale * (1.0 + weight.float())).to(x.dtype)
     return (x * scale).to(x.dtype) * weight
+
+
+@compiled_on_gpu
+def _unit_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x * _unit_scale(x, eps)).to(x.dtype)
 
 
 @compiled_on_gpu

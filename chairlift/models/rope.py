@@ -22,6 +22,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # by kind
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
     "yarn": ("original_max_position_embeddings",),
 }
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")

@@ -19,18 +19,21 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 
 
 class Attend(Protocol):
-    """Appends a layer's keys and values, and attends."""
+    """Appends a layer's keys and values, if it has any of its own, and attends."""
 
     def __call__(
         self,
         layer_idx: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
-        """`[T, Hq, D]`, `[T, Hkv, D]` twice -> `[T, Hq, D]`. `sinks`, float32 `[Hq]`: see `AttentionConfig`."""
+        """`[T, Hq, D]`, `[T, Hkv, D]` twice -> `[T, Hq, D]`. `sinks`, float32 `[Hq]`: see `AttentionConfig`.
+
+        `key` and `value` None: the layer reads those of another layer, which has appended these tokens' already.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch, Read
 
 _SHORTEST_VIEW = 256  # tokens
+_ALL_KEEP = "layers of a padded step are alike, and keep keys and values of their own"
 
 Append = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`append(keys [n_slots, S, Hkv, D], values, key [T, Hkv, D], value, slots [T], positions [T])`: writes into slots."""
@@ -58,21 +59,25 @@ def prepare_apart(
 ) -> Attend:
     """`prepare` for the decode rows of a mixed batch and again for its prefill rows, as batches of their own."""
     num_decode = batch.num_decode_rows  # of one token each, so prefill tokens begin here, too
-    decode = prepare(*_rows_of(batch, cache, slice(None, num_decode)))
-    prefill = prepare(*_rows_of(batch, cache, slice(num_decode, None)))
+    rows = slice(None, num_decode), slice(num_decode, None)
+    decode, prefill = (prepare(*_rows_of(batch, cache, each)) for each in rows)
 
     def attend(
         layer_idx: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        decoded = decode(layer_idx, query[:num_decode], key[:num_decode], value[:num_decode], sinks)
-        prefilled = prefill(layer_idx, query[num_decode:], key[num_decode:], value[num_decode:], sinks)
+        decoded = decode(layer_idx, query[:num_decode], _some(key, rows[0]), _some(value, rows[0]), sinks)
+        prefilled = prefill(layer_idx, query[num_decode:], _some(key, rows[1]), _some(value, rows[1]), sinks)
         return torch.cat((decoded, prefilled))
 
     return attend
+
+
+def _some(new: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if new is None else new[rows]
 
 
 def _rows_of(
@@ -123,11 +128,13 @@ def attend_padded(
     def attend(
         layer_idx: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert sinks is None, "models that have sinks have experts, whose steps are not recorded"
+        assert key is not None, _ALL_KEEP
+        assert value is not None, _ALL_KEEP
         keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
         append(keys, values, key, value, slots, positions)
         output = prefill(layer_idx, query, keys, values)

@@ -38,6 +38,7 @@ _SPLITS_AS_IT_SEES_FIT = 0
 
 
 _NO_SINKS = "layers with sinks have another backend"
+_NO_READERS = "models with layers that read the keys of others are refused"
 
 
 def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
@@ -87,11 +88,13 @@ class FlashAttnBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert sinks is None, _NO_SINKS
+            assert key is not None, _NO_READERS
+            assert value is not None, _NO_READERS
             output = self._decode(
                 query.unsqueeze(1),  # [B, 1, Hq, D]
                 cache.get_key_cache(layer_idx)[:, :longest],
@@ -116,11 +119,13 @@ class FlashAttnBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert sinks is None, _NO_SINKS
+            assert key is not None, _NO_READERS
+            assert value is not None, _NO_READERS
             append(layer_idx, key, value)
             output = self._prefill(
                 query,
@@ -210,11 +215,13 @@ class FlashAttn3Backend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert sinks is None, _NO_SINKS
+            assert key is not None, _NO_READERS
+            assert value is not None, _NO_READERS
             output = self._kernel(
                 query,
                 cache.get_key_cache(layer_idx)[:, :longest],
@@ -294,11 +301,13 @@ class TorchVarlenBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert sinks is None, _NO_SINKS
+            assert key is not None, _NO_READERS
+            assert value is not None, _NO_READERS
             append(layer_idx, key, value)
             return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx))
 

@@ -129,11 +129,12 @@ class TorchBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            append(layer_idx, key, value)
+            if key is not None and value is not None:
+                append(layer_idx, key, value)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
             for part in parts[self._kind_of[layer_idx]]:
@@ -238,13 +239,14 @@ def attend_alone(
     def attend(
         layer_idx: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-        keys[slots, positions] = key
-        values[slots, positions] = value
+        if key is not None and value is not None:
+            keys[slots, positions] = key
+            values[slots, positions] = value
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query.reshape(len(ends), num_kv_heads, -1, head_dim)
         output = torch.empty_like(grouped)

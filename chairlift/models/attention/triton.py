@@ -77,14 +77,15 @@ class TritonBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-            self._appending.append(keys, values, key, value, slots, positions)
-            kind = key.shape[1], config.window
+            if key is not None and value is not None:
+                self._appending.append(keys, values, key, value, slots, positions)
+            kind = keys.shape[2], config.window
             if kind not in plans:  # all layers of that kind have one
                 plans[kind] = self._decoding.plan_chunks(lengths, slots, *kind)
             attended: torch.Tensor = self._decoding.attend(
@@ -100,13 +101,14 @@ class TritonBackend:
         def attend(
             layer_idx: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-            self._appending.append(keys, values, key, value, slots, batch.positions)
+            if key is not None and value is not None:
+                self._appending.append(keys, values, key, value, slots, batch.positions)
             attended: torch.Tensor = self._prefilling.attend(
                 query,
                 keys,

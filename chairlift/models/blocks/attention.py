@@ -10,10 +10,10 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from chairlift.cache.layout import KVCacheParams
+from chairlift.cache.layout import KVCacheParams, SharedWith
 from chairlift.models.attention import AttentionConfig
 from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
-from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.layers import Linear, RMSNorm, UnitNorm
 from chairlift.models.rotary import RopeConfig, RopeTable, apply_rope
 
 _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
@@ -59,14 +59,29 @@ class AttentionBlock:
     has_output_gate: bool = False  # q_proj gives, head by head, the query and a gate of what the head attends to
     growth: QueryGrowth | None = None  # None: queries are as they are
     has_sinks: bool = False  # a score of each head that takes a part of the softmax
+    has_value_norm: bool = False  # of each head, without factors
+    are_keys_values: bool = False  # values are what keys are before their norm and rotation; there is no v_proj
+    source: int | None = None  # the layer whose keys and values it reads, without any of its own; None: it has some
     input_scale: float = 1.0
     output_scale: float = 1.0
     is_fused: bool = False  # checkpoints hold qkv_proj, not its parts
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no queries that grow."""
-        return "attention" if self.growth is None and self.input_scale != 0.0 else None
+        """Names its structure in native code, which has no queries that grow, and all keys and values apart."""
+        has_own_keys = self.source is None and not self.are_keys_values and not self.has_value_norm
+        return "attention" if self.growth is None and self.input_scale != 0.0 and has_own_keys else None
+
+    @property
+    def num_projected_heads(self) -> int:
+        """Counts the heads that the first product gives: queries, their gates, keys and values."""
+        num_kinds = 0 if self.source is not None else 1 if self.are_keys_values else 2
+        return self.num_heads * (1 + self.has_output_gate) + num_kinds * self.num_kv_heads
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names what checkpoints may hold of its keys and values although it reads those of another layer."""
+        return ("k_proj.", "v_proj.", "k_norm.") if self.source is not None else ()
 
     @property
     def table(self) -> RopeTable | None:
@@ -89,15 +104,20 @@ class AttentionBlock:
             Part("k_proj", "attn_k", (keys,), self.head_dim),
             Part("v_proj", "attn_v", (keys,)),
         )
+        if self.source is not None:
+            parts = parts[:1]
+        elif self.are_keys_values:
+            parts = parts[:2]
         if self.is_fused:
             parts = (Part("qkv_proj", "attn_qkv", (queries, keys, keys)),)
         sinks = Weight.parameter(Part("sinks", "attn_sinks.weight", (Units(self.num_heads),)), Cut.ROWS)
         norm_cut = Cut.ROWS if self.qk_norm is QKNorm.ALL_HEADS else Cut.NONE
+        key_norm = Weight("k_norm", (Part("k_norm", "attn_k_norm", (keys,)),), norm_cut)
         return (
             Weight("qkv_proj", parts, Cut.ROWS),
             Weight("o_proj", (Part("o_proj", "attn_output", (queries,)),), Cut.COLUMNS),
             Weight("q_norm", (Part("q_norm", "attn_q_norm", (queries,)),), norm_cut),
-            Weight("k_norm", (Part("k_norm", "attn_k_norm", (keys,)),), norm_cut),
+            *(() if self.source is not None else (key_norm,)),
             *((sinks,) if self.has_sinks else ()),
         )
 
@@ -111,7 +131,9 @@ class AttentionBlock:
             return f"its {self.num_kv_heads} key/value heads can neither be divided by that nor divide it"
         return None
 
-    def kept(self, dtype: torch.dtype) -> KVCacheParams:
+    def kept(self, dtype: torch.dtype) -> KVCacheParams | SharedWith:
+        if self.source is not None:
+            return SharedWith(self.source)
         return KVCacheParams(dtype, self.num_kv_heads, self.head_dim)
 
     def state(self) -> None:
@@ -129,15 +151,17 @@ class SelfAttention(BlockModule):
         self._table = block.table
         self.layer_idx = layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = block.num_heads, block.num_kv_heads, block.head_dim
-        num_fused_heads = block.num_heads * (1 + block.has_output_gate) + 2 * block.num_kv_heads
-        self.qkv_proj = Linear(hidden_size, num_fused_heads * block.head_dim, bias=block.has_qkv_bias)
+        self._num_new = block.num_kv_heads if block.source is None else 0  # heads of keys, and of values
+        self.qkv_proj = Linear(hidden_size, block.num_projected_heads * block.head_dim, bias=block.has_qkv_bias)
         self.o_proj = Linear(block.num_heads * block.head_dim, hidden_size, bias=block.has_output_bias)
         self.sinks = nn.Parameter(torch.empty(block.num_heads)) if block.has_sinks else None
         self.q_norm = self.k_norm = None
         if block.qk_norm is not QKNorm.NONE:
             is_per_head = block.qk_norm is QKNorm.HEAD
             self.q_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_heads))
-            self.k_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_kv_heads))
+            if self._num_new:
+                self.k_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_kv_heads))
+        self.v_norm = UnitNorm(make_norm(1).eps) if block.has_value_norm else None
 
     @property
     def edges(self) -> Edges:
@@ -154,12 +178,14 @@ class SelfAttention(BlockModule):
         )  # [T, Hq + 2 Hkv, D], or gates after queries
         gate = None
         if self.block.has_output_gate:
-            queries, others = heads.split((2 * self.num_heads, 2 * self.num_kv_heads), dim=1)
+            queries, others = heads[:, : 2 * self.num_heads], heads[:, 2 * self.num_heads :]
             queries, gate = queries.unflatten(1, (-1, 2)).unbind(2)
             heads = torch.cat((queries, others), dim=1)
-        num_rotated = self.num_heads + self.num_kv_heads
-        rotated, value = self._rotate(heads[:, :num_rotated], now), heads[:, num_rotated:]
-        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        rotated = self._rotate(heads[:, : self.num_heads + self._num_new], now)
+        query, key, value = rotated[:, : self.num_heads], None, None
+        if self._num_new:
+            key, value = rotated[:, self.num_heads :], heads[:, -self._num_new :]  # the last are keys if these are both
+            value = value if self.v_norm is None else self.v_norm(value)
         if self.block.growth is not None:
             query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
         attended = now.attend(self.layer_idx, query, key, value, self.sinks)
@@ -169,13 +195,14 @@ class SelfAttention(BlockModule):
         return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
 
     def _rotate(self, heads: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Queries and keys, `[T, Hq + Hkv, D]`: normalised and rotated, as far as the block says so."""
+        """Queries and new keys, `[T, Hq + Hkv, D]`: normalised and rotated, as far as the block says so."""
         angles = None if self._table is None else now.ropes[self._table]
         if heads.is_cuda and _has_triton() and self.block.qk_norm is not QKNorm.ALL_HEADS:
             return _rotate_in_triton(heads, self.num_heads, angles, self.q_norm, self.k_norm)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
-            heads = torch.cat((_normalise(self.q_norm, query), _normalise(self.k_norm, key)), dim=1)
+        if self.q_norm is not None:
+            query = _normalise(self.q_norm, heads[:, : self.num_heads])
+            key = None if self.k_norm is None else _normalise(self.k_norm, heads[:, self.num_heads :])
+            heads = query if key is None else torch.cat((query, key), dim=1)
         if angles is not None:
             cosines, sines = angles
             heads = apply_rope(heads, cosines, sines)
@@ -276,7 +303,8 @@ def _rotate_in_triton(
     if angles is None and q_norm is None:
         return heads
     norms = None
-    if q_norm is not None and k_norm is not None:
-        norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.is_offset)
+    if q_norm is not None:
+        of_keys = q_norm if k_norm is None else k_norm  # without keys, whatever is there
+        norms = HeadNorms(q_norm.weight, of_keys.weight, q_norm.eps, q_norm.is_offset)
     cosines, sines = (None, None) if angles is None else angles
     return rotate(heads, num_heads, cosines, sines, norms)

@@ -18,11 +18,14 @@ from chairlift.models.blocks import (
     AttentionBlock,
     Block,
     ExpertsBlock,
+    LayerInputsConfig,
     Norms,
     TensorNames,
     Weight,
     weights_of_ends,
     weights_of_layer,
+    weights_of_layer_inputs,
+    weights_of_streams,
 )
 from chairlift.models.rotary import RopeTable
 
@@ -126,10 +129,12 @@ class ModelShape:
         ropes = sorted({table.rope.kind for table in self.rope_tables})
         windows = sorted({block.window for block in blocks if block.window is not None})
         num_windowed = sum(block.window is not None for block in blocks)
+        num_readers = sum(block.source is not None for block in blocks)
         return (
             f"{self.architecture}: {self.num_layers} layers, {' and '.join(heads)}, vocabulary {self.vocab_size}"
             + (f", rope {', '.join(ropes)}" if ropes else "")
             + (f", window {', '.join(map(str, windows))} in {num_windowed} layers" if windows else "")
+            + (f", {num_readers} layers read the keys and values of others" if num_readers else "")
         )
 
 
@@ -159,6 +164,9 @@ class ModelConfig(ModelShape):
     residual_scale: float = 1.0  # of what each block adds
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # c tanh(logits / c)
+    has_layer_scales: bool = False  # each layer multiplies the tokens that leave it by a number of its own
+    layer_inputs: LayerInputsConfig | None = None  # what layers get of each token; None: nothing
+    num_streams: int | None = None  # of features that AltUp has between layers; None: there is no AltUp
 
     def weights(self) -> tuple[Weight, ...]:
         """Every module of the wiring that holds weights, and the tensors of a checkpoint that belong in it."""
@@ -169,8 +177,14 @@ class ModelConfig(ModelShape):
 def _weights_of(config: ModelConfig) -> tuple[Weight, ...]:
     *body, head = weights_of_ends(config.vocab_size)
     weights = [*map(config.names.of_body, body), config.names.of_head(head)]
+    if config.layer_inputs is not None:
+        inputs = map(config.names.of_body, weights_of_layer_inputs())
+        weights += [each.within("model.layer_inputs.", "", "") for each in inputs]
+    if config.num_streams is not None:
+        streams = map(config.names.of_body, weights_of_streams(config.num_streams))
+        weights += [each.within("model.streams.", "", "") for each in streams]
     for index, layer in enumerate(config.layers):
-        for each in weights_of_layer(layer, config.norms):
+        for each in weights_of_layer(layer, config.norms, has_scale=config.has_layer_scales):
             spelled = config.names.of_body(each, f"layers.{index}.")
             weights.append(spelled.within(f"model.layers.{index}.", "", f"blk.{index}."))
     return tuple(weights)

@@ -4,6 +4,7 @@ Modules are named as the checkpoints' tensors, except where `Weight.parts` (`mod
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.blocks import EMBEDDING, DecoderLayer, Pass, Residual
+from chairlift.models.blocks import EMBEDDING, AltUpLayer, DecoderLayer, LayerInputs, Pass, Residual, Streams
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import Linear, RMSNorm, can_pack, soft_cap
@@ -26,10 +27,21 @@ class _Body(nn.Module):
         make_norm = partial(RMSNorm, eps=config.rms_norm_eps, is_offset=config.has_offset_norms)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(layer, index, config.hidden_size, config.norms, make_norm, config.residual_scale)
+            (DecoderLayer if config.num_streams is None else AltUpLayer)(
+                layer,
+                index,
+                config.hidden_size,
+                config.norms,
+                make_norm,
+                config.residual_scale,
+                has_scale=config.has_layer_scales,
+            )
             for index, layer in enumerate(config.layers)
         )
         self.norm = make_norm(config.hidden_size)
+        inputs = config.layer_inputs
+        self.layer_inputs = None if inputs is None else LayerInputs(inputs, config.hidden_size, make_norm)
+        self.streams = None if config.num_streams is None else Streams(config.num_streams, config.hidden_size)
 
 
 class Decoder(nn.Module):
@@ -103,20 +115,24 @@ class Decoder(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, recur: Recur | None = None
     ) -> torch.Tensor:
         """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`: all pieces one after the other."""
-        now = self.look_up(positions, attend, recur)
-        return self.leave(self.run(self.enter(input_ids), now, 0, self.config.num_layers))
+        stream, now = self.enter(input_ids, self.look_up(positions, attend, recur))
+        return self.leave(self.run(stream, now, 0, self.config.num_layers))
 
     def look_up(self, positions: torch.Tensor, attend: Attend, recur: Recur | None = None) -> Pass:
         """Gathers what layers need of tokens at these positions, int64 `[T]`. Recurrent layers need `recur`."""
         ropes = {key: table[:, positions].unsqueeze(2) for key, table in self.ropes.items()}
         return Pass(ropes, positions, attend, recur)
 
-    def enter(self, input_ids: torch.Tensor) -> Residual:
-        """Embeds the tokens, int64 `[T]`."""
+    def enter(self, input_ids: torch.Tensor, now: Pass) -> tuple[Residual, Pass]:
+        """Embeds the tokens, int64 `[T]`; returns the pass with what each layer gets of them."""
         x = self.model.embed_tokens(input_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        return Residual(x, torch.zeros_like(x))
+        if self.model.layer_inputs is not None:
+            now = replace(now, layer_inputs=self.model.layer_inputs(input_ids, x))
+        if self.model.streams is not None:
+            return Residual(self.model.streams.spread(x), None), now
+        return Residual(x, torch.zeros_like(x)), now
 
     def run(self, stream: Residual, now: Pass, first_layer: int, count: int) -> Residual:
         """Runs `count` layers from that one on. IndexError if there are not so many."""
@@ -129,6 +145,8 @@ class Decoder(nn.Module):
     def leave(self, stream: Residual) -> torch.Tensor:
         """Normalises what the layers made: final hidden states `[T, hidden]`."""
         norm, (x, delta) = self.model.norm, stream
+        if self.model.streams is not None:
+            x = self.model.streams.merge(x)
         normalised: torch.Tensor = norm(x) if delta is None else norm.add(x, delta)[1]
         return normalised
 

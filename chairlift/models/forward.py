@@ -150,7 +150,7 @@ class PiecewiseForward(TorchForward):
         """See `LayeredForward`."""
         attend = self._attention.prepare(batch, cache)
         recur = None if cache.states is None else self._drive(batch, cache)
-        return Stage(self._decoder.enter(input_ids), self._decoder.look_up(batch.positions, attend, recur))
+        return Stage(*self._decoder.enter(input_ids, self._decoder.look_up(batch.positions, attend, recur)))
 
     def run(self, stage: Stage, first_layer: int, count: int) -> Stage:
         """See `LayeredForward`."""

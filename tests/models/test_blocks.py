@@ -131,9 +131,9 @@ def test_layers_some_at_a_time_give_the_bits_of_all_at_once(counts: tuple[int, .
 @pytest.mark.parametrize(("first_layer", "count"), [(-1, 2), (0, 6), (5, 1), (3, -1)])
 def test_layers_that_there_are_not_cannot_be_run(first_layer: int, count: int) -> None:
     model = make_model(MIXED)
-    stream = model.enter(torch.tensor([1, 2]))
+    stream, now = model.enter(torch.tensor([1, 2]), model.look_up(torch.arange(2), lambda *_: torch.empty(0)))
     with pytest.raises(IndexError, match=rf"{count} layers from {first_layer} on are not in \[0, 5\)"):
-        model.run(stream, model.look_up(torch.arange(2), lambda *_: torch.empty(0)), first_layer, count)
+        model.run(stream, now, first_layer, count)
 
 
 # In files, and over ranks

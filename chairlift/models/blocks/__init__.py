@@ -1,5 +1,6 @@
 """The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself."""
 
+from chairlift.models.blocks.altup import AltUpBlock, AltUpLayer, LaurelBlock, Streams, weights_of_streams
 from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention, head_order
 from chairlift.models.blocks.block import (
     Arrange,
@@ -21,6 +22,13 @@ from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
 from chairlift.models.blocks.names import AS_LLAMA, AlternatingExperts, StackedExperts, TensorNames
+from chairlift.models.blocks.parallel_mlps import ParallelExpertsBlock, ParallelMLPBlock
+from chairlift.models.blocks.per_layer_input import (
+    LayerInputs,
+    LayerInputsConfig,
+    PerLayerInputBlock,
+    weights_of_layer_inputs,
+)
 from chairlift.models.blocks.router import Router, Scoring
 from chairlift.models.blocks.shared_mlp import SharedMLPBlock
 
@@ -28,6 +36,8 @@ __all__ = [
     "AS_LLAMA",
     "EMBEDDING",
     "Activation",
+    "AltUpBlock",
+    "AltUpLayer",
     "AlternatingExperts",
     "Arrange",
     "AttentionBlock",
@@ -42,12 +52,18 @@ __all__ = [
     "GatedDeltaNetBlock",
     "GatedMLP",
     "GatedShortConvBlock",
+    "LaurelBlock",
+    "LayerInputs",
+    "LayerInputsConfig",
     "Mamba2Block",
     "Norms",
     "PackedSublayer",
     "Packer",
+    "ParallelExpertsBlock",
+    "ParallelMLPBlock",
     "Part",
     "Pass",
+    "PerLayerInputBlock",
     "ProjectionScales",
     "QKNorm",
     "QueryGrowth",
@@ -59,10 +75,13 @@ __all__ = [
     "SharedMLPBlock",
     "StackedExperts",
     "StackedLinear",
+    "Streams",
     "TensorNames",
     "Units",
     "Weight",
     "head_order",
     "weights_of_ends",
     "weights_of_layer",
+    "weights_of_layer_inputs",
+    "weights_of_streams",
 ]

@@ -101,6 +101,7 @@ class Pass:
     recur: Recur | None = None  # None: no block of the model has a state
     norm: RMSNorm | None = None  # None: the block's input is normalised; else its first product folds this norm in
     residual: torch.Tensor | None = None  # [T, hidden], which the block's last product adds; None: it adds nothing
+    layer_inputs: torch.Tensor | None = None  # [T, layers, size]: what each layer gets of each token; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Block(Protocol):
     """A block of one layer: everything that its wiring depends on. Frozen, and equal if its fields are."""
 
     name: ClassVar[str]  # of its module in a layer, as Hugging Face's tensors have it
-    role: ClassVar[str]  # in the names of the norms around it: attention or mlp
+    role: ClassVar[str]  # in the names of the norms around it: attention, mlp, or what `layer` lists beside these
 
     @property
     def native(self) -> str | None:

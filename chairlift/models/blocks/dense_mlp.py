@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from statistics import NormalDist
 from typing import ClassVar, Self
 
 import torch
@@ -36,6 +37,7 @@ class DenseMLPBlock:
     is_gated: bool = True
     gate_scale: float = 1.0  # of what the activation gets
     output_scale: float = 1.0
+    sparsity: float = 0.0  # share of a token's gates, if they are normal, that is cut off and becomes 0
 
     def __post_init__(self) -> None:
         if self.is_gated and self.activation is Activation.RELU_SQUARED:
@@ -43,8 +45,9 @@ class DenseMLPBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has one activation without a gate."""
-        return "dense_mlp" if self.is_gated != (self.activation is Activation.RELU_SQUARED) else None
+        """Names its structure in native code, which has one activation without a gate, and cuts nothing off."""
+        has_code = self.is_gated != (self.activation is Activation.RELU_SQUARED) and not self.sparsity
+        return "dense_mlp" if has_code else None
 
     def make(
         self,
@@ -89,6 +92,7 @@ class GatedMLP(BlockModule):
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
         self._multiply = _MULTIPLY[block.activation]
         self._gate_scale, self._output_scale = block.gate_scale, block.output_scale
+        self._cutoff = NormalDist().inv_cdf(block.sparsity) if block.sparsity else None  # in standard deviations
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
@@ -96,6 +100,10 @@ class GatedMLP(BlockModule):
         if self._gate_scale != 1.0:
             gate, up = gate_up.chunk(2, dim=-1)
             gate_up = torch.cat((gate * self._gate_scale, up), dim=-1)
+        if self._cutoff is not None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            least = gate.mean(dim=-1, keepdim=True) + self._cutoff * gate.std(dim=-1, keepdim=True, unbiased=False)
+            gate_up = torch.cat((F.relu(gate - least), up), dim=-1)
         projected: torch.Tensor = self.down_proj(self._multiply(gate_up), addend=now.residual)
         return projected if self._output_scale == 1.0 else projected * self._output_scale
 
@@ -124,7 +132,7 @@ class PlainMLP(BlockModule):
         self.block = block
         self.up_proj = Linear(hidden_size, block.intermediate_size, bias=block.has_bias)
         self.down_proj = Linear(block.intermediate_size, hidden_size, bias=block.has_bias)
-        self._activate = _ACTIVATE[block.activation]
+        self._activate = ACTIVATE[block.activation]
 
     @property
     def edges(self) -> Edges:
@@ -162,8 +170,9 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 _MULTIPLY = {Activation.SILU: silu_mul, Activation.GELU_TANH: _gelu_tanh_mul}
-_ACTIVATE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
+"""What an activation does to numbers of any shape."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
 from chairlift.models.blocks.dense_mlp import Activation
-from chairlift.models.blocks.router import Router, Scoring
+from chairlift.models.blocks.router import Router, Routes, Scoring
 from chairlift.models.layers import Linear, RMSNorm, pad_rows
 
 _NATIVE_ACTIVATIONS: dict[object, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}
@@ -48,7 +48,7 @@ class ExpertsBlock:
             raise ValueError("relu2 is not an activation of gates here")
 
     @property
-    def native(self) -> str:
+    def native(self) -> str | None:
         """Names its structure in native code."""
         return "experts"
 
@@ -136,7 +136,10 @@ class Experts(BlockModule):
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
         """`[T, hidden] -> [T, hidden]`"""
-        routes = self.block.router.route(self.router(x), self.choice_bias)
+        return self.mix(x, self.block.router.route(self.router(x), self.choice_bias))
+
+    def mix(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Adds up what the chosen experts make of each token: `[T, hidden] -> [T, hidden]`"""
         order = routes.experts.flatten().argsort(stable=True)  # what is computed, by expert
         computed = self._compute(x[order // self.block.router.num_chosen], routes.experts.flatten()[order])
         by_token = torch.empty_like(computed)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from chairlift.models.blocks.block import Block, BlockModule, Edges, Packer, Pass, Weight
+from chairlift.models.blocks.block import Block, BlockModule, Edges, Packer, Part, Pass, Weight
 from chairlift.models.layers import Linear, RMSNorm, Use
 
 
@@ -41,19 +41,39 @@ _NAMES = {
         "post_mlp_norm": "post_feedforward_layernorm",
     },
 }
+_PLACES: dict[str, tuple[str, ...]] = {  # of norms around roles for which they do not depend on the model
+    "altup": (),
+    "laurel": (),
+    "parallel_mlp": ("post",),
+    "per_layer_input": ("post",),
+}
+_COMMON_NAMES = {
+    "post_parallel_mlp_norm": "post_feedforward_layernorm",
+    "post_per_layer_input_norm": "post_per_layer_input_norm",
+}
+_SCALE = "layer_scalar"
 _GGUF_NAMES = {
     "pre_attention_norm": "attn_norm",
     "post_attention_norm": "post_attention_norm",
     "pre_mlp_norm": "ffn_norm",
     "post_mlp_norm": "post_ffw_norm",
+    "post_parallel_mlp_norm": "post_ffw_norm",
+    "post_per_layer_input_norm": "post_norm",
 }
 
 
-def weights_of_layer(blocks: Sequence[Block], norms: Norms) -> list[Weight]:
+def _norms_around(role: str, norms: Norms) -> list[str]:
+    """Names the norms around the blocks of a role, in a model that has these around others."""
+    return [f"{place}_{role}_norm" for place in _PLACES.get(role, norms.places)]
+
+
+def weights_of_layer(blocks: Sequence[Block], norms: Norms, *, has_scale: bool) -> list[Weight]:
     """Its weights, with names within the layer."""
     weights = [weight.within(f"{each.name}.", f"{each.name}.", "") for each in blocks for weight in each.weights()]
-    names = [f"{place}_{role}_norm" for role in dict.fromkeys(each.role for each in blocks) for place in norms.places]
-    return weights + [Weight.whole(name, _NAMES[norms][name], _GGUF_NAMES[name]) for name in names]
+    roles, known = dict.fromkeys(each.role for each in blocks), _NAMES[norms] | _COMMON_NAMES
+    around = [name for role in roles for name in _norms_around(role, norms)]
+    scale = [Weight.parameter(Part(_SCALE, "layer_output_scale.weight"))] if has_scale else []
+    return [*weights, *(Weight.whole(name, known[name], _GGUF_NAMES[name]) for name in around), *scale]
 
 
 class Residual(NamedTuple):
@@ -76,6 +96,7 @@ class PackedSublayer(NamedTuple):
     blocks: list[PackedBlock]
     pre_norm: int | None
     post_norm: int | None
+    scale: float  # of the tokens after it
 
 
 @dataclass(slots=True)
@@ -113,7 +134,10 @@ class DecoderLayer(nn.Module):
         norms: Norms,
         make_norm: Callable[[int], RMSNorm],
         residual_scale: float,
+        *,
+        has_scale: bool = False,
     ) -> None:
+        """`has_scale`: it multiplies the tokens that leave it by a number of its own."""
         super().__init__()
         modules = [each.make(layer_idx, hidden_size, make_norm) for each in blocks]
         for each, module in zip(blocks, modules, strict=True):
@@ -121,13 +145,13 @@ class DecoderLayer(nn.Module):
         self._norms: dict[str, RMSNorm] = {}
         self._blocks: list[_Normed] = []
         for role, members in groupby(zip(blocks, modules, strict=True), key=lambda each: each[0].role):
-            for place in norms.places:
-                name = f"{place}_{role}_norm"
+            for name in _norms_around(role, norms):
                 self._norms[name] = make_norm(hidden_size)
                 self.add_module(name, self._norms[name])
             pre, post = (self._norms.get(f"{place}_{role}_norm") for place in ("pre", "post"))
             self._blocks.append(_Normed(pre, list(members), post))
         self._residual_scale = residual_scale
+        self.layer_scalar = nn.Parameter(torch.empty(1)) if has_scale else None
 
     def forward(self, stream: Residual, now: Pass) -> Residual:
         """Returns what the layer makes of the tokens."""
@@ -141,7 +165,10 @@ class DecoderLayer(nn.Module):
             is_added = self._residual_scale == 1.0 and edges.last is not None and edges.last.folds(len(x))
             output = each.add_up(entering, replace(now, norm=norm, residual=x if is_added else None))
             x, delta = (output, None) if is_added else (x, self._leave(each.post, output))
-        return Residual(x, delta)
+        if self.layer_scalar is None:
+            return Residual(x, delta)
+        x = x if delta is None else x + delta
+        return Residual(x * self.layer_scalar.to(x.dtype), None)
 
     def uses(self) -> dict[Linear, Use]:
         """Lists the products that may fold in what stands beside them, and what that is."""
@@ -156,11 +183,13 @@ class DecoderLayer(nn.Module):
 
     def pack(self, packer: Packer) -> list[PackedSublayer]:
         """Takes the weights out, role by role."""
+        last = 1.0 if self.layer_scalar is None else self.layer_scalar.item()
         return [
             PackedSublayer(
                 [PackedBlock(block.native, module.pack(packer)) for block, module in each.blocks],
                 packer.norm(each.pre),
                 packer.norm(each.post),
+                last if each is self._blocks[-1] else 1.0,
             )
             for each in self._blocks
         ]

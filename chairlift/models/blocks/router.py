@@ -30,6 +30,7 @@ class Router:
     is_normalised: bool = True  # weights are divided by their sum, to which `eps` is added
     eps: float = 0.0
     scale: float = 1.0  # of weights
+    logit_scale: float = 1.0
     has_bias: bool = False  # of logits
     has_choice_bias: bool = False  # scores are compared, not weighed, with a number of each expert added
     num_groups: int = 1  # of neighbours; only experts of the groups with the highest scores are chosen
@@ -51,9 +52,14 @@ class Router:
         """True if the choice is limited to some groups."""
         return self.num_chosen_groups < self.num_groups
 
-    def route(self, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> "Routes":
-        """`[T, experts]` of any floating dtype; computed in float32."""
-        scores = logits.float()
+    def route(
+        self, logits: torch.Tensor, choice_bias: torch.Tensor | None, expert_scales: torch.Tensor | None = None
+    ) -> "Routes":
+        """`[T, experts]` of any floating dtype; computed in float32.
+
+        `expert_scales`: float32 `[experts]`, factors of weights in the end.
+        """
+        scores = logits.float() * self.logit_scale
         scores = scores.softmax(dim=-1) if self.scoring is Scoring.SOFTMAX else scores.sigmoid()
         compared = scores if choice_bias is None else scores + choice_bias
         if self.has_groups:
@@ -62,6 +68,8 @@ class Router:
         weights = scores.gather(1, experts)
         if self.is_normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + self.eps)
+        if expert_scales is not None:
+            weights = weights * expert_scales[experts]
         return Routes(experts, weights * self.scale)
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:

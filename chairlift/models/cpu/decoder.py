@@ -45,6 +45,8 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
     if obstacle := _find_block_obstacle(model.layers):
         return obstacle
+    if model.has_layer_scales:
+        return "it has no code for layers with scales"
     try:
         load_library(None)
     except CpuKernelsUnavailable as error:

@@ -24,6 +24,7 @@ from chairlift.models.claims import MAX_LAYERS
 from chairlift.models.config import LAYER_TYPES, Layer, ModelConfig
 from chairlift.models.family import ATTENTION_BIAS, MLP_BIAS, MULTIPLIERS, Differences, Family
 from chairlift.models.fields import (
+    check_heads,
     check_scales,
     check_sizes,
     has_fused_mlps,
@@ -36,6 +37,14 @@ from chairlift.models.fields import (
     read_ropes_by_type,
     read_window,
     refuse_unreadable,
+)
+from chairlift.models.gemmas import (
+    NAMES_OF_GEMMA3N,
+    NAMES_OF_GEMMA4,
+    read_gemma3n,
+    read_gemma4,
+    read_layer_inputs,
+    read_num_streams,
 )
 from chairlift.models.mixers import (
     read_gated_delta_net,
@@ -64,6 +73,8 @@ _GEMMA = {
     "embedding_scale": lambda config: config.hidden_size**0.5,
     "logits_softcap": attrgetter("final_logit_softcapping"),
 }
+_GEMMA_OF_UNLIKE_LAYERS = {**_GEMMA, "has_offset_norms": False, "layer_inputs": read_layer_inputs}
+_GEMMA4 = {**_GEMMA_OF_UNLIKE_LAYERS, "has_layer_scales": True}
 FAMILIES = {
     "LlamaForCausalLM": Family("LlamaConfig", ATTENTION_BIAS, MLP_BIAS),
     "MistralForCausalLM": Family("MistralConfig", has_windows=True),
@@ -98,6 +109,16 @@ FAMILIES = {
         model=_GEMMA,
         has_windows=True,
         ropes=read_ropes_by_type,
+    ),
+    "Gemma3nForCausalLM": Family(
+        "Gemma3nTextConfig",
+        model={**_GEMMA_OF_UNLIKE_LAYERS, "num_streams": read_num_streams},
+        layers=read_gemma3n,
+        names=NAMES_OF_GEMMA3N,
+    ),
+    "Gemma4ForCausalLM": Family("Gemma4TextConfig", model=_GEMMA4, layers=read_gemma4, names=NAMES_OF_GEMMA4),
+    "Gemma4UnifiedForCausalLM": Family(
+        "Gemma4UnifiedTextConfig", model=_GEMMA4, layers=read_gemma4, names=NAMES_OF_GEMMA4
     ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3_5TextConfig",
@@ -252,19 +273,29 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         dtype=read_dtype(config),
         hidden_size=config.hidden_size,
         is_tied=config.tie_word_embeddings,
-        names=_without_guessing_layers(family.names, config),
+        names=_without_unread_tensors(family.names, config, layers),
         **_resolve(_MODEL | family.model, config),
     )
 
 
-def _without_guessing_layers(names: TensorNames, config: Any) -> TensorNames:
-    """Skips the layers after the last, which guess further tokens."""
+def _without_unread_tensors(names: TensorNames, config: Any, layers: tuple[Layer, ...]) -> TensorNames:
+    """Skips the layers after the last, which guess further tokens, and keys of layers that read those of others."""
     first, num_guessing = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-    guessing = (f"{names.body}layers.{layer}." for layer in range(first, first + min(num_guessing, MAX_LAYERS)))
-    return replace(names, skipped=(*names.skipped, *guessing))
+    guessing = [f"layers.{layer}." for layer in range(first, first + min(num_guessing, MAX_LAYERS))]
+    unread = [
+        f"layers.{index}.{block.name}.{part}"
+        for index, layer in enumerate(layers)
+        for block in layer
+        if isinstance(block, AttentionBlock)
+        for part in block.unread
+    ]
+    return replace(names, skipped_in_body=(*guessing, *unread))
 
 
 def _read_layers(family: Family, config: Any) -> tuple[Layer, ...]:
+    if family.layers is not None:
+        return tuple(family.layers(config))
+    check_heads(config.num_attention_heads, config.num_key_value_heads)
     kinds, head_dim = _read_layer_types(family, config), read_head_dim(config)
     has_window = _SLIDING in kinds and getattr(config, "use_sliding_window", True)
     window = read_window(config.sliding_window) if has_window else None

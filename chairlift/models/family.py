@@ -26,6 +26,7 @@ class Family:
     ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
     mixers: Mapping[str, Callable[[Any], Block]] = field(default_factory=dict)  # by layer type, instead of attention
     mixtures: Callable[[Any], list[Layer]] | None = None  # each layer's experts; none: it has a dense MLP
+    layers: Callable[[Any], list[Layer]] | None = None  # reads all of them; then only `model` and `names` count beside
     beside: Callable[[Any], Block] | None = None  # what stands beside attention in every layer
     has_mlps: bool = True  # each layer has one after its mixer
     names: TensorNames = AS_LLAMA

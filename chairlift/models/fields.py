@@ -27,14 +27,22 @@ _REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # the
 
 
 def check_sizes(config: Any) -> None:
-    """CheckpointError for a size that is none, and for heads that cannot share keys."""
-    for name in (*_SIZES, "max_position_embeddings", "head_dim"):
-        size = getattr(config, name, None)
+    """CheckpointError for a size that is none."""
+    for name in (*_SIZES, "max_position_embeddings"):
+        _check_size(config, name)
+
+
+def _check_size(config: Any, name: str) -> None:
+    given = getattr(config, name, None)
+    for size in given if isinstance(given, list | tuple) else (given,):  # some models have one for each layer
         if size is not None and type(size) is not int:  # transformers lets anything be in fields that it does not know
             raise CheckpointError(f"{name} must be a whole number, not {shown(size)}")
         if size is not None and size < 1:
             raise CheckpointError(f"{name} must be at least 1, not {size}")
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """CheckpointError for heads that cannot share keys."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")
 
@@ -51,7 +59,7 @@ def check_scales(config: Any) -> None:
 def refuse_unreadable(raw: dict[str, Any]) -> None:
     """CheckpointError for fields that would silently change results."""
     for name in _REFUSED_FIELDS:
-        if raw.get(name):
+        if raw.get(name) and raw[name] != "vision":  # which is about tokens of images
             raise CheckpointError(f"{name} is not supported")
     if raw.get("is_causal") is False:
         raise CheckpointError("is_causal false is not supported: here a token sees none of those after it")
@@ -66,7 +74,8 @@ def read_dtype(config: Any) -> DType:
 
 
 def read_head_dim(config: Any) -> int:
-    """Reads the size of a head, which may follow from others. CheckpointError if it is too large."""
+    """Reads the size of a head, which may follow from others. CheckpointError if it is none, or too large."""
+    _check_size(config, "head_dim")
     given: int | None = getattr(config, "head_dim", None)
     head_dim: int = config.hidden_size // config.num_attention_heads if given is None else given
     if head_dim > MAX_HEAD_DIM:

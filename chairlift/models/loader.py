@@ -205,7 +205,7 @@ def _formats_of(
 
 def _log_skipped(config: ModelConfig, reader: WeightReader) -> None:
     if skipped := sorted(name for name in reader.tensors if config.names.is_skipped(name)):
-        logger.info("%d tensors are left out, since only text is read and written: %s", len(skipped), _listed(skipped))
+        logger.info("%d tensors are left out, since no text depends on them: %s", len(skipped), _listed(skipped))
 
 
 def _log_widened(

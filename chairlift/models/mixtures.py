@@ -6,7 +6,15 @@ Each function returns a layer's blocks after its mixer for every layer, and no b
 from typing import Any
 
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.blocks import Block, ClampedSwiGLU, ExpertsBlock, Router, Scoring, SharedMLPBlock
+from chairlift.models.blocks import (
+    Block,
+    ClampedSwiGLU,
+    ExpertsBlock,
+    ParallelExpertsBlock,
+    Router,
+    Scoring,
+    SharedMLPBlock,
+)
 from chairlift.models.claims import MAX_EXPERTS
 from chairlift.models.config import Layer
 from chairlift.models.fields import has_fused_mlps, read_activation
@@ -108,9 +116,22 @@ def read_gpt_oss(config: Any) -> list[Layer]:
     return [(experts,)] * config.num_hidden_layers
 
 
-def _router(config: Any, *, is_normalised: bool, **fields: Any) -> Router:
+def read_gemma4_experts(config: Any) -> ParallelExpertsBlock | None:
+    """Every layer has experts beside its dense MLP; None: no layer has."""
+    if not getattr(config, "enable_moe_block", False):
+        return None
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        _size(config, name)
+    num_chosen, logit_scale = config.top_k_experts, config.hidden_size**-0.5
+    router = _router(config, num_chosen=num_chosen, is_normalised=True, logit_scale=logit_scale)
+    return ParallelExpertsBlock(
+        router=router, intermediate_size=config.moe_intermediate_size, activation=read_activation(config)
+    )
+
+
+def _router(config: Any, *, is_normalised: bool, num_chosen: int | None = None, **fields: Any) -> Router:
     num_experts: int = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
-    num_chosen = config.num_experts_per_tok
+    num_chosen = config.num_experts_per_tok if num_chosen is None else num_chosen
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise CheckpointError(f"it has {shown(num_experts)} experts, which must be 1 to {MAX_EXPERTS}")
     try:
@@ -144,9 +165,9 @@ def _after_dense(config: Any, num_dense: int, blocks: Layer) -> list[Layer]:
 
 
 def _size(config: Any, name: str) -> int:
-    size: int = getattr(config, name)
-    if size < 1:
-        raise CheckpointError(f"{name} must be at least 1, not {size}")
+    size = getattr(config, name)
+    if type(size) is not int or size < 1:
+        raise CheckpointError(f"{name} must be at least 1, not {shown(size)}")
     return size
 
 

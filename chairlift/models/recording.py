@@ -240,8 +240,6 @@ def _reason(model: Any, config: Any, calls: list[_Call], error: Exception) -> st
     """Says why its code failed over the cache's slots, as far as its config and the failure tell."""
     if _has_alibi(config):
         return _ALIBI
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "some of its layers use the keys and values of other layers, which the cache does not support"
     if isinstance(error, NotImplementedError) and "meta" in str(error):
         return "its code depends on values while it routes tokens, so what it needs cannot be recorded"
     if isinstance(error, RuntimeError):

@@ -13,6 +13,9 @@ from chairlift.errors import CheckpointError, shown
 
 TOWERS = {  # by architecture: transformers' class of the config
     "Gemma3ForConditionalGeneration": "Gemma3Config",
+    "Gemma3nForConditionalGeneration": "Gemma3nConfig",
+    "Gemma4ForConditionalGeneration": "Gemma4Config",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedConfig",
     "Mistral3ForConditionalGeneration": "Mistral3Config",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
@@ -21,6 +24,9 @@ TOWERS = {  # by architecture: transformers' class of the config
 }
 _TEXT_MODELS = {  # by model type of the text part: the architecture of the same decoder by itself
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -32,9 +38,12 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = tuple(
     f"{prefix}{part}"
     for prefix in ("", "model.")
-    for part in ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mtp.")
+    for part in (
+        *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower."),
+        *("embed_vision.", "embed_audio.", "mtp."),
+    )
 )
-"""Beginnings of the tensors that text does without: what reads images, and layers that guess further tokens."""
+"""Beginnings of the tensors that text does without: what reads images and sound, and layers that guess."""
 
 
 @dataclass(frozen=True, slots=True)

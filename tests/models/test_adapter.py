@@ -66,10 +66,6 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3}, "adds a bias for each distance (alibi)"),
         ("Doge", {}, "is not causal, or has a mask of its own"),
         ("JetMoe", {}, "depends on values while it routes tokens"),
-        (
-            *("Gemma3n", {"model_type": "gemma3n_text", "num_hidden_layers": 35, "hidden_size_per_layer_input": 16}),
-            "use the keys and values of other layers",
-        ),
         ("DiffLlama", {}, "its 3 layers attend 6 times"),
         ("Helium", {"head_dim": 128}, "cannot be run with these sizes"),
         (

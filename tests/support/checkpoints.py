@@ -38,6 +38,9 @@ def make_checkpoint(
     model = model.to(dtype).eval()
     for parameter in model.parameters():  # transformers starts biases at zero and norms at one, which hides mistakes
         parameter.data += 0.05 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):  # of Gemma 4
+            buffer += 0.3 * torch.rand_like(buffer)
     model.save_pretrained(directory)
     for name in _TOKENIZER_FILES:
         shutil.copy(find_model("bundled") / name, directory / name)

@@ -47,6 +47,7 @@ class TensorNames:
     body: str = _BODY  # stands before the names of the embedding, the layers and the last norm
     head: str = _HEAD
     skipped: tuple[str, ...] = ()  # beginnings of tensors that the text model does without
+    skipped_in_body: tuple[str, ...] = ()  # the same within the body
 
     @property
     def embedding(self) -> str:
@@ -75,7 +76,8 @@ class TensorNames:
 
     def is_skipped(self, name: str) -> bool:
         """True for a tensor that the text model does without."""
-        return name.startswith(self.skipped)
+        is_within = name.startswith(self.body) and name.removeprefix(self.body).startswith(self.skipped_in_body)
+        return is_within or name.startswith(self.skipped)
 
     def _spell(self, name: str) -> str:
         begin = next((pair for pair in self.spellings if name.startswith(pair[0])), ("", ""))

@@ -84,13 +84,17 @@ class StateReuse:
     def take_in_place(self, request: RequestState, tokens: bytes, source: StateSource | None) -> None:
         """Gives a request that got a warm slot with some of its tokens the state after these.
 
-        If that is the slot's own, it is kept before the new tokens move it, unless there is one that is nearly as long.
+        If that is the slot's own, it is kept before the new tokens move it, unless another prompt with the same
+        beginning has little to compute again without it.
         """
         slot = request.slot
         assert slot is not None, f"{request.request_id} has no slot yet"
         length, position = self._slots.cache_length_of(slot), self._states.position(slot)
         if position <= length <= self._states.reach(slot):
-            self._keep(slot, cut_tokens(tokens, position), request.options.cache_salt, min_new=_MIN_NEW)
+            own, salt = cut_tokens(tokens, position), request.options.cache_salt
+            before = self._states.snapshots.find(own, salt, position)
+            if _is_worth_a_state(length - (before.num_tokens if before is not None else 0), length):
+                self._keep(slot, own, salt)
             return
         assert source is not None, f"slot {slot} is reused without a state"
         self.take_copy(slot, source)
@@ -107,7 +111,7 @@ class StateReuse:
         num_again = num_matched - request.num_computed
         if num_matched:
             self._distances.append(num_again)
-        if num_matched >= _MIN_JUNCTION and (num_again * _MOST_AGAIN > num_matched or num_again >= _MIN_NEW):
+        if _is_worth_a_state(num_again, num_matched):
             self._mark(request, num_matched)
 
     def mark_for_follower(self, leader: RequestState, num_tokens: int) -> None:
@@ -185,3 +189,8 @@ class StateReuse:
         row = snapshots.add(tokens, salt, is_waypoint=is_waypoint)
         if row is not None:
             self._slots.keep_state(slot, row)
+
+
+def _is_worth_a_state(num_again: int, num_matched: int) -> bool:
+    """Returns true if so many tokens of a match are too many for prompts like this to compute again and again."""
+    return num_matched >= _MIN_JUNCTION and (num_again * _MOST_AGAIN > num_matched or num_again >= _MIN_NEW)

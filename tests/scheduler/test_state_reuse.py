@@ -6,6 +6,8 @@ Slots and states hold token ids, and the fake engine asserts at every launch tha
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chairlift.plan import RowResult, SlotCopy, StateCopy, StateScrub
 from chairlift.scheduler import Policy, Speculation
@@ -46,6 +48,24 @@ def test_what_prompts_have_in_common_is_cached_from_the_third_on(length: int) ->
     assert states is not None
     assert [states.take_distances(), states.take_distances()] == [[length, 0, 0], []]
     assert states.snapshot_bytes == len(tokens_of_states(engine)) * ROW_BYTES
+
+
+@given(
+    length=st.integers(64, 3000),
+    rests=st.lists(st.integers(1, 1500), min_size=3, max_size=6),
+    budget=st.integers(16, 2048),
+    num_said=st.integers(1, 40),
+)
+def test_a_common_beginning_of_any_length_is_cached_for_every_third_request(
+    length: int, rests: list[int], budget: int, num_said: int
+) -> None:
+    """Whatever follows it, how long answers are, and how prompts are divided."""
+    engine, common = make(budget=budget, max_seq_len=8192), list(range(10_000, 10_000 + length))
+    prompts = [
+        [*common, *range(20_000 * (number + 2), 20_000 * (number + 2) + rest)] for number, rest in enumerate(rests)
+    ]
+    cached = [engine.serve(str(number), prompt, num_said).num_cached_tokens for number, prompt in enumerate(prompts)]
+    assert all(length >= each >= 0.9 * length for each in cached[2:])
 
 
 def test_a_prompt_leaves_a_state_where_the_next_turn_may_part_from_it() -> None:

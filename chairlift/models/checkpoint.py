@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.alternating import AlternatingWeights
 from chairlift.models.blocks import AlternatingExperts
@@ -202,4 +200,6 @@ def _gguf_in(directory: Path) -> Path | None:
 
 @functools.cache  # one look-up per process, so that weights and tokenizer are of one revision
 def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import
+
     return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))

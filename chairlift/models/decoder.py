@@ -15,7 +15,7 @@ from chairlift.models.attention import Attend
 from chairlift.models.blocks import EMBEDDING, AltUpLayer, DecoderLayer, LayerInputs, Pass, Residual, Streams
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import Linear, RMSNorm, can_pack, soft_cap
+from chairlift.models.layers import Embedding, Linear, RMSNorm, can_pack, soft_cap
 from chairlift.models.recurrence import Recur
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeTable
@@ -25,7 +25,7 @@ class _Body(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         make_norm = partial(RMSNorm, eps=config.rms_norm_eps, is_offset=config.has_offset_norms)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             (DecoderLayer if config.num_streams is None else AltUpLayer)(
                 layer,

@@ -9,8 +9,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import transformers
-
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.blocks import (
     Activation,
@@ -55,6 +53,7 @@ from chairlift.models.mixers import (
 )
 from chairlift.models.mixture_families import GRANITE_SPELLINGS, GRANITE_STACKED, MIXTURE_FAMILIES
 from chairlift.models.mixtures import read_granite_moe_hybrid
+from chairlift.models.plain_config import PLAIN_CLASS, read_plain_config
 from chairlift.models.rope import read_rope
 from chairlift.models.rotary import RopeConfig
 from chairlift.models.towers import NOT_TEXT, TOWERS, find_text_model, without_sections
@@ -242,6 +241,8 @@ def find_architecture(named: Sequence[str]) -> str | None:
 
 def preload() -> None:
     """Imports the nine hundred modules that transformers imports when the first config of any family is made."""
+    import transformers
+
     _ = transformers.LlamaConfig
 
 
@@ -256,13 +257,11 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         return replace(described, architecture=architecture, names=replace(described.names, skipped=NOT_TEXT))
     family = FAMILIES[architecture]
     refuse_unreadable(raw)
-    config: Any = getattr(transformers, family.config).from_dict(raw)
+    config = _read_config(family.config, raw)
     check_sizes(config)
     check_scales(config)
     if config.num_hidden_layers > MAX_LAYERS:  # a list of layers, which is no number in the file
         raise CheckpointError(f"it has {config.num_hidden_layers} layers, and {MAX_LAYERS} are the most")
-    # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
-    config.standardize_rope_params()
     layers = _read_layers(family, config)
     ropes = [block.rope for layer in layers for block in layer if isinstance(block, AttentionBlock) and block.rope]
     return ModelConfig(
@@ -276,6 +275,18 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         names=_without_unread_tensors(family.names, config, layers),
         **_resolve(_MODEL | family.model, config),
     )
+
+
+def _read_config(class_name: str, raw: dict[str, Any]) -> Any:
+    """Reads a config.json's fields as transformers' class does, whose defaults stand in for those that it lacks."""
+    if class_name == PLAIN_CLASS and (plain := read_plain_config(raw)) is not None:
+        return plain
+    import transformers  # slow
+
+    config = getattr(transformers, class_name).from_dict(raw)
+    # A model's construction does this again in transformers, when it knows what a config.json has beside rope's fields.
+    config.standardize_rope_params()
+    return config
 
 
 def _without_unread_tensors(names: TensorNames, config: Any, layers: tuple[Layer, ...]) -> TensorNames:

@@ -45,6 +45,9 @@ class Linear(nn.Linear):
     _packed: torch.Tensor | None = None
     product: Product | None = None
 
+    def reset_parameters(self) -> None:
+        """Leaves them as they are: all are loaded, and drawing those without data makes torch import its compiler."""
+
     @property
     def grouped(self) -> GroupedWeight | None:
         """The weight if it is in groups, which the kernels multiply as they are; then there is no `weight`."""
@@ -98,6 +101,13 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return product
+
+
+class Embedding(nn.Embedding):
+    """Looks up the rows of tokens."""
+
+    def reset_parameters(self) -> None:
+        """See `Linear`."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError, named, sized
@@ -145,6 +144,7 @@ def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: 
     transformers gets tensors, because it would map files.
     """
     import transformers
+    from transformers.utils import logging as transformers_logging
 
     from chairlift.models.adapter import ATTENTION
 

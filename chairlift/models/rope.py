@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.rotary import MAX_POSITIONS, RopeConfig
@@ -134,6 +133,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple
         rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / rope.theta**exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to import
+
     config: Any = SimpleNamespace(  # what the rules read of a config
         head_dim=head_dim,
         hidden_size=head_dim,

@@ -7,8 +7,6 @@ that rope is the plain one.
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
-
 from chairlift.errors import CheckpointError, shown
 
 TOWERS = {  # by architecture: transformers' class of the config
@@ -56,6 +54,8 @@ class TextModel:
 
 def find_text_model(architecture: str, raw: dict[str, Any]) -> TextModel:
     """From the config.json of an architecture in `TOWERS`. CheckpointError if its text part is of another kind."""
+    import transformers  # slow
+
     config: Any = getattr(transformers, TOWERS[architecture]).from_dict(raw)
     text = config.get_text_config()
     if text.model_type not in _TEXT_MODELS:

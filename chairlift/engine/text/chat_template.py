@@ -1,6 +1,5 @@
 """A checkpoint's chat template: conversations become texts, within limits of time and memory."""
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import PreTrainedTokenizerFast
 
 from chairlift.engine.text.call_ids import needs_short_ids, with_short_ids
+from chairlift.engine.text.chat_rendering import RESERVED, ChatRenderer
 from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
 from chairlift.engine.text.template_limits import TemplateTooCostly, limited, release
+from chairlift.engine.text.tokenizer_parts import TokenizerParts
 from chairlift.errors import ConfigurationError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-_RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 # What templates raise for unknown roles and shapes, or when they take too much memory or nest too deeply.
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
@@ -44,16 +43,16 @@ class ChatOptions:
 class ChatTemplate:
     """The template, with the forms of content that it shows. Its methods may be called from any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, file: str | None) -> None:
+    def __init__(self, tokenizer: TokenizerParts, file: str | None) -> None:
         """`file`: a template in place of the tokenizer's own. ConfigurationError if it cannot be used."""
+        template = tokenizer.chat_template
         if file is not None:
             try:
-                tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+                template = Path(file).read_text(encoding="utf-8")
             except OSError as error:
                 raise ConfigurationError(f"chat_template {file} cannot be read: {error}") from error
-        self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(template or "", tokenizer.special_tokens)
         self._forms = self._forms_with_tools = NO_PARTS
-        template = tokenizer.chat_template
         self.exists = template is not None
         self.text = template if isinstance(template, str) else "\n".join((template or {}).values())  # empty: none
         self._needs_short_ids = needs_short_ids(self.text)
@@ -96,7 +95,7 @@ class ChatTemplate:
         """Renders the messages with the chat template."""
         if not self.exists:
             raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
-        reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
+        reserved = RESERVED.intersection(options.template_arguments)
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
         if self._needs_short_ids:
@@ -111,15 +110,13 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], options: ChatOptions) -> str:
         with limited():
-            rendered = self._tokenizer.apply_chat_template(
+            return self._renderer.render(
                 messages,
-                tools=options.tools or None,
-                tokenize=False,
+                [_describe(tool) for tool in options.tools] or None,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                **options.template_arguments,
+                arguments=options.template_arguments,
             )
-        return str(rendered)
 
     def _find_forms(self, tools: list[Any], default: ContentForms = NO_PARTS) -> ContentForms:
         """Tries the template."""
@@ -134,3 +131,13 @@ class ChatTemplate:
                 return None
 
         return find_content_forms(render, default)
+
+
+def _describe(tool: dict[Any, Any] | Callable[..., Any]) -> dict[Any, Any]:
+    """Describes a function by its annotations and docstring, in OpenAI's shape; a description stays as it is."""
+    if isinstance(tool, dict):
+        return tool
+    from transformers.utils.chat_template_utils import get_json_schema  # slow to import
+
+    described: dict[Any, Any] = get_json_schema(tool)
+    return described

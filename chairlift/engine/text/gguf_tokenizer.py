@@ -8,10 +8,10 @@ output, and nothing would show it.
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import PreTrainedTokenizerFast
 
+from chairlift.engine.text.tokenizer_parts import TokenizerParts
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf import GGUFFile
 
@@ -30,39 +30,54 @@ _LONGEST_PIECE = 1024  # characters of a token without merges; real ones have fe
 _MARK = "▁"  # a space in SentencePiece's tokens
 
 
-def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
+def make_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
     """Makes it from a file's metadata. CheckpointError for an unknown kind of tokenizer or rule of splitting text."""
     given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
     kind, rule, architecture = given.get("model"), given.get("pre"), file.metadata["general.architecture"]
     if kind == _SENTENCE_PIECE:
         special = _special_tokens(given, _SENTENCE_PIECE_IDS)
-        backend = _sentence_piece(given, architecture, special["unk_token"])
+        backend = _sentence_piece(given, architecture, special.get("unk_token"))
     elif kind == _BYTE_LEVEL:
         special = _special_tokens(given, {})
         backend = _byte_level(given, rule)
     else:
         raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
     _add_whole_tokens(backend, given, architecture)
+    whole = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([AddedToken(token, special=True) for token in special.values() if token not in whole])
     begins = kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
+    ends = (given.get("add_bos_token", begins), "bos_token"), (given.get("add_eos_token", False), "eos_token")
+    first, last = (special.get(name) if is_added else None for is_added, name in ends)
+    _put_around_texts(backend, first, last)
+    eos = special.get("eos_token")
+    return TokenizerParts(
+        backend,
+        special_tokens=special,
+        eos_token_id=None if eos is None else backend.token_to_id(eos),
         chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        add_bos_token=given.get("add_bos_token", begins) and special["bos_token"] is not None,
-        add_eos_token=given.get("add_eos_token", False) and special["eos_token"] is not None,
-        **{name: token for name, token in special.items() if token is not None},
     )
 
 
-def _special_tokens(given: dict[str, Any], habits: dict[str, int]) -> dict[str, str | None]:
+def _put_around_texts(backend: BackendTokenizer, first: str | None, last: str | None) -> None:
+    """Has texts begin and end with these tokens, where they are not None."""
+    around = [token for token in (first, last) if token is not None]
+    single = [*([first] if first else []), "$A", *([last] if last else [])]
+    part: Any = processors.TemplateProcessing(
+        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in around]
+    )
+    backend.post_processor = part
+
+
+def _special_tokens(given: dict[str, Any], habits: dict[str, int]) -> dict[str, str]:
     """Each by transformers' name for it. `habits`: ids where the file is silent, by its names."""
     tokens = given["tokens"]
-    special: dict[str, str | None] = {}
+    special: dict[str, str] = {}
     for name, theirs in _SPECIALS.items():
         token = given.get(f"{theirs}_token_id", habits.get(theirs))
         if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
             raise CheckpointError(f"its {name} is {shown(token)}, and there are {len(tokens)} tokens")
-        special[name] = None if token is None else tokens[token]
+        if token is not None:
+            special[name] = tokens[token]
     return special
 
 

@@ -1,9 +1,9 @@
 """Limits of what rendering a chat template may cost: checkpoints bring templates, and anyone makes checkpoints.
 
-transformers renders templates in jinja's sandbox, which keeps them from running code, but lets them loop for hours and
-make texts of any size. `LimitedSandbox` takes the sandbox's place in transformers. It prices what a template does
-before it is done, in units of about a byte: turns of loops, calls, texts and lists that are made. A rendering has
-`_MAX_UNITS`, and `_MAX_CPU_S` of its thread's processor time. Outside of `limited`, nothing is limited.
+jinja's sandbox keeps templates from running code, but lets them loop for hours and make texts of any size.
+`LimitedSandbox` prices what a template does before it is done, in units of about a byte: turns of loops, calls, texts
+and lists that are made. A rendering has `_MAX_UNITS`, and `_MAX_CPU_S` of its thread's processor time. Outside of
+`limited`, nothing is limited.
 
 Not limited is the time of a single operation on values within these sizes, such as comparing deeply nested lists.
 """
@@ -22,7 +22,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-from transformers.utils import chat_template_utils
 
 _MAX_UNITS = 2**28
 _MAX_CPU_S = 2.0  # the largest well-meant conversations take a tenth of a second
@@ -331,14 +330,3 @@ def _units_of(node: nodes.Node) -> int:
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def _install() -> None:
-    """Makes transformers render in this sandbox."""
-    theirs, name = vars(chat_template_utils), "ImmutableSandboxedEnvironment"
-    if not issubclass(theirs.get(name, object), ImmutableSandboxedEnvironment):
-        raise ImportError("this version of transformers has no sandbox to limit; install an older one")
-    theirs[name] = LimitedSandbox
-
-
-_install()

@@ -1,4 +1,4 @@
-"""Text and conversations to token ids and back, with transformers' tokenizers.
+"""Text and conversations to token ids and back, with the tokenizers library.
 
 A conversation's content is plain text, even where it spells a special token: such tokens end turns, so only the
 template may write them, unless a request asks otherwise (`ChatOptions.parse_special_tokens`).
@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chairlift.engine.text.chat_template import ChatOptions, ChatTemplate, Message
-from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
 from chairlift.engine.text.template_limits import limited
-from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest, PromptExcess
-from chairlift.models.gguf import is_gguf, open_gguf
+from chairlift.engine.text.tokenizer_files import read_tokenizer
+from chairlift.errors import ContextLengthExceeded, InvalidRequest, PromptExcess
 
-_DECLARATIONS = ("response_template", "response_schema")
-_NO_LIMIT = 10**30
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
@@ -32,32 +28,17 @@ class Tokenizer:
 
     def __init__(self, path: Path, chat_template_file: str | None = None) -> None:
         """`path`: a directory, or a GGUF file."""
-        try:
-            tokenizer: object
-            if is_gguf(path):
-                tokenizer = make_gguf_tokenizer(open_gguf(path))
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        except Exception as error:  # any exception of transformers is due to the files
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "custom code" in reason:
-                reason += " Chairlift runs no code that a checkpoint brings."
-            raise CheckpointError(f"{path} has no tokenizer that can be loaded: {reason}") from error
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise CheckpointError(f"{path} has no fast tokenizer (tokenizer.json)")
-        tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.backend: BackendTokenizer = tokenizer.backend_tokenizer  # needed for incremental decoding
-        self.eos_token_id: int | None = tokenizer.eos_token_id
+        parts = read_tokenizer(path)
+        self._parts = parts
+        self.backend: BackendTokenizer = parts.backend  # needed for incremental decoding
+        self.eos_token_id: int | None = parts.eos_token_id
         added = self.backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self._unwritten_ids = frozenset(self._special_ids.values())
         self._specials = SpecialTokens(self._special_ids)
         self._token_texts: dict[int, str] = {}
-        self._chat = ChatTemplate(tokenizer, chat_template_file)
+        self._chat = ChatTemplate(parts, chat_template_file)
 
     @property
     def has_chat_template(self) -> bool:
@@ -75,15 +56,15 @@ class Tokenizer:
     @property
     def declarations(self) -> dict[str, Any]:
         """The checkpoint's own account of how answers are written: `response_template`; `response_schema` is older."""
-        return {name: value for name, value in self._tokenizer.init_kwargs.items() if name in _DECLARATIONS and value}
+        return dict(self._parts.declarations)
 
     def describe(self) -> dict[str, Any]:
         """Its class, special tokens and added tokens, by transformers' names; missing ones are None."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         added = self.backend.get_added_tokens_decoder()
         return {
-            "tokenizer_class": type(self._tokenizer).__name__,
-            **{name: getattr(self._tokenizer, name) for name in names},
+            "tokenizer_class": self._parts.class_name,
+            **{name: self._parts.special_tokens.get(name) for name in names},
             "added_tokens_decoder": {
                 token_id: {"content": token.content, "special": token.special} for token_id, token in added.items()
             },
@@ -121,7 +102,7 @@ class Tokenizer:
                 raise _certainly_too_long(len(text), self._fewest_tokens(len(text)), max_tokens, param)
             text = text[-max_tokens * self.longest_token :]
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # the library's error for a lone surrogate
             raise InvalidRequest(f"{param}: not valid Unicode text", param) from error
         return ids

@@ -21,7 +21,6 @@ from chairlift.models.config import LAYER_TYPES, Layer
 from chairlift.models.fields import check_heads, read_activation, read_ropes_by_type, read_window
 from chairlift.models.mixtures import read_gemma4_experts
 from chairlift.models.rope import read_rope
-from chairlift.models.rotary import RopeConfig
 
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 _MAX_STREAMS = 64
@@ -131,7 +130,7 @@ def _read_layer_attention(config: Any, layer: int, kind: str, rope: Any, source:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=1.0,
-        rope=_read_rope(config, rope, head_dim),
+        rope=read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=False),
         window=read_window(config.sliding_window) if is_windowed else None,
         qk_norm=QKNorm.HEAD,
         has_qkv_bias=config.attention_bias,
@@ -140,11 +139,6 @@ def _read_layer_attention(config: Any, layer: int, kind: str, rope: Any, source:
         are_keys_values=has_own_keys and not is_windowed and getattr(config, "attention_k_eq_v", False),
         source=source,
     )
-
-
-def _read_rope(config: Any, rope: Any, head_dim: int) -> RopeConfig:
-    is_partly_rotated = rope.get("rope_type") == "proportional"
-    return read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=is_partly_rotated)
 
 
 def _read_layer_types(config: Any) -> list[str]:

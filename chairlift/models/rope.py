@@ -38,7 +38,7 @@ def read_rope(
     """From a config's `rope_parameters`, once transformers has brought older spellings into them.
 
     `is_partly_rotated`: the architecture rotates the share of a head that `partial_rotary_factor` says. The others
-    rotate whole heads in transformers whatever it says, and fail there if rope is scaled as well.
+    rotate whole heads in transformers whatever it says, unless it is proportional, and fail there if rope is scaled.
     CheckpointError for a kind that is not known, a factor that is missing, and numbers that give no rotation.
     """
     kind = parameters.get("rope_type", "default")
@@ -50,6 +50,7 @@ def read_rope(
     given = {name: parameters[name] for name in _read_by(kind) if parameters.get(name) is not None}
     if kind == "yarn" and "truncate" in parameters:
         given["truncate"] = bool(parameters["truncate"])  # null means no
+    is_partly_rotated = is_partly_rotated or kind == "proportional"
     if not is_partly_rotated and given.pop("partial_rotary_factor", 1.0) != 1.0:
         if kind != "default":
             raise CheckpointError(f"partial_rotary_factor does not work with rope type {kind} in this architecture")

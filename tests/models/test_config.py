@@ -165,7 +165,7 @@ def test_a_file_that_is_no_json_object(tmp_path: Path, content: bytes) -> None:
     assert str(tmp_path / "config.json") in refusal(tmp_path, open_checkpoint)
 
 
-ROPES = "only default, dynamic, linear, llama3, longrope, yarn"
+ROPES = "only default, dynamic, linear, llama3, longrope, proportional, yarn"
 LONG = {"factor": 2.0, "rope_theta": 500.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
 INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
     ("linear", {}, "factor"),
@@ -194,7 +194,7 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
                 ("rope_scaling", "rope_type"),
                 ("rope_parameters", "rope_type"),
             )
-            for kind in ("proportional", "su", "made-up")
+            for kind in ("axial", "su", "made-up")
         ),
         *(
             ({"rope_parameters": {"rope_theta": 500.0, "rope_type": kind, **given}}, f"='{kind}': {{'{missing}'}}")

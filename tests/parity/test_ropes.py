@@ -82,6 +82,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "longrope, original at the top": {"rope_scaling": LISTS, **TOP_100},
     "longrope, factor": {"rope_scaling": {**LONG_100, "factor": 3.0}},
     "longrope, attention_factor": {"rope_scaling": {**LONG_100, "attention_factor": 1.2}},
+    "proportional": {"rope_scaling": {"type": "proportional", "factor": 2.0}, "partial_rotary_factor": 0.25},
     "a part": {"partial_rotary_factor": 0.5},
     "a part, in the dict": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "an odd part": {"partial_rotary_factor": 0.29},

@@ -7,6 +7,8 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
+from chairlift.models.side_by_side import compute_each
+
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
@@ -122,7 +124,11 @@ def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
     padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
     rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
     num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
-    parts = [rounded(rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP)) for rows in torch.split(padded, num_rows)]
+
+    def round_part(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rounded(rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP))
+
+    parts = compute_each(round_part, torch.split(padded, num_rows), padded.numel())
     values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
     return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
 

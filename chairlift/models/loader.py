@@ -8,6 +8,7 @@ of a checkpoint are stacked in which parameter (`ModelConfig.weights`), and `_ig
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
+from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader
 
 if TYPE_CHECKING:
@@ -361,7 +363,8 @@ def _read_group(reader: WeightReader, name: str) -> GroupedWeight:
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
     """The matrices, stacked."""
-    return stack_rows([_read_group(reader, name) for name in stored])
+    num_elements = sum(math.prod(reader.tensors[name].shape) for name in stored)
+    return stack_rows(compute_each(functools.partial(_read_group, reader), stored, num_elements))
 
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -373,11 +376,16 @@ def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, dev
             with _naming(name):
                 reader.read_into(name, rows)
             continue
-        read = _read_group(reader, name)
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            rows[some] = read.rows(some).dequantize(dtype)
+        _dequantize_into(rows, _read_group(reader, name))
     return place
+
+
+def _dequantize_into(place: torch.Tensor, read: GroupedWeight) -> None:
+    def write(start: int) -> None:
+        some = slice(start, start + _ROWS_AT_ONCE)
+        place[some] = read.rows(some).dequantize(place.dtype)
+
+    compute_each(write, range(0, len(place), _ROWS_AT_ONCE), place.numel())
 
 
 def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:

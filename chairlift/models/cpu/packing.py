@@ -23,6 +23,7 @@ from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight
 from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeConfig
+from chairlift.models.side_by_side import compute_each
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
@@ -109,9 +110,12 @@ def _panels_of(weight: GroupedWeight) -> torch.Tensor:
     """As `_panels`, some rows at a time: copies of a whole head would take as much as many layers."""
     num_panels, num_words = -(-weight.num_outputs // LANES), weight.values.shape[1] // 4
     panels = torch.empty(num_panels, num_words, LANES, dtype=torch.int32)
-    for start in range(0, num_panels, _PANELS_AT_ONCE):
+
+    def write(start: int) -> None:
         rows = slice(start * LANES, (start + _PANELS_AT_ONCE) * LANES)
         panels[start : start + _PANELS_AT_ONCE] = _panels(_bytes_of(weight.rows(rows)))
+
+    compute_each(write, range(0, num_panels, _PANELS_AT_ONCE), weight.num_outputs * weight.num_inputs)
     return panels
 
 

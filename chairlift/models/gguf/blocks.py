@@ -16,6 +16,7 @@ from chairlift.models import mxfp4
 from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupFormat
 
 Kind = GGMLQuantizationType
@@ -73,7 +74,8 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
     scales = torch.empty(num_outputs, num_inputs // GROUP_SIZE, dtype=blocks.scale_dtype)
     offsets = torch.empty_like(scales) if blocks.has_offsets else None
     step, row_bytes = max(1, _ELEMENTS_AT_ONCE // num_inputs), info.num_bytes // num_outputs
-    for start in range(0, num_outputs, step):
+
+    def read_rows(start: int) -> None:
         stop = min(start + step, num_outputs)
         some = slice(start, stop)
         written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
@@ -82,6 +84,8 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
         scales[some] = groups.scales.view(-1, scales.shape[1])
         if offsets is not None and groups.offsets is not None:
             offsets[some] = groups.offsets.view(-1, scales.shape[1])
+
+    compute_each(read_rows, range(0, num_outputs, step), num_outputs * num_inputs)
     return GroupedWeight(blocks.num_bits, values, scales, offsets, blocks.table)
 
 

@@ -13,6 +13,8 @@ from chairlift.api.answers.families import FORMATS, ToolFamily
 from chairlift.api.answers.format_choice import answer_format
 from chairlift.api.answers.functions import Arguments, FunctionSpec, enforced_arguments
 from chairlift.api.answers.grammars import forced_calls_grammar, free_grammar, schema_lines
+from chairlift.api.answers.harmony import Harmony
+from chairlift.api.answers.harmony_dialect import HarmonyDialect
 from chairlift.api.answers.reader import AnswerReader, CallCounter, NewReader
 from chairlift.api.answers.structure import AnswerOptions, GrammarSource, WantedStructure
 from chairlift.api.answers.thoughts import THOUGHT_MARKS, ReasoningFamily, Thoughts, reasoning_of_template
@@ -43,11 +45,14 @@ class Dialect:
         self._inputs = inputs
         self._allows_more = config.allow_additional_properties
         form = answer_format(config, inputs.tokenizer)
-        self._tool_family = form if isinstance(form, ToolFamily) else None
+        self._harmony = _harmony(inputs, config) if form is ToolFamily.HARMONY else None
+        is_readable = form is not ToolFamily.HARMONY or self._harmony is not None
+        self._tool_family = form if isinstance(form, ToolFamily) and is_readable else None
         self._declared: DeclaredDialect | None = None
         if isinstance(form, Declared):
             self._declared = DeclaredDialect(form, inputs.tokenizer, config.reasoning_parser is None)
         self._reads_thoughts = self._declared is not None and self._declared.reads_thoughts
+        self._reads_thoughts = self._reads_thoughts or self._harmony is not None
         declared_marks = None if self._declared is None else self._declared.thought_marks
         if declared_marks is not None:
             self._marks = _marks_in(inputs.tokenizer, *declared_marks)
@@ -77,6 +82,8 @@ class Dialect:
         closes_objects = not self._allows_more
         if body.call_mode == "required":
             arguments = enforced_arguments(functions, is_forced=True, closes_objects=closes_objects)
+            if self._harmony is not None:
+                return _structure_of(self._harmony.forced_calls_grammar(arguments), arguments)
             return _structure_of(forced_calls_grammar(family, arguments, is_parallel, self._call_tokens()), arguments)
         if wanted is not None and wanted.schema is None:
             raise InvalidRequest(
@@ -86,6 +93,8 @@ class Dialect:
             return None
         arguments = enforced_arguments(functions, is_forced=False, closes_objects=closes_objects)
         schema = None if wanted is None else wanted.schema
+        if self._harmony is not None:
+            return _structure_of(self._harmony.free_grammar(arguments, schema), arguments, wanted)
         grammar = free_grammar(family, arguments, is_parallel, schema, self._call_tokens())
         return _structure_of(grammar, arguments, wanted)
 
@@ -117,9 +126,15 @@ class Dialect:
 
         `is_free`: no grammar says where calls may be, so that those without marks are found in the middle of it, too.
         """
-        thinking = self._thinking_after(prompt, is_continued)
-        family, shown = self._format_after(prompt, bool(functions), is_continued)
-        max_calls = 1 if functions and not body.is_parallel else None
+        family: ToolFamily | Declared | Harmony | None
+        if self._harmony is not None:
+            begun = self._harmony.begun_by(prompt, has_calls=bool(functions))
+            family, shown, thinking = begun.form, self._harmony.marks, begun.thinking
+        else:
+            family, shown = self._format_after(prompt, bool(functions), is_continued)
+            thinking = self._thinking_after(prompt, is_continued)
+        is_single = not body.is_parallel or self._harmony is not None  # in harmony an answer ends with a call
+        max_calls = 1 if functions and is_single else None
         form = FORMATS[family] if isinstance(family, ToolFamily) else family
         thoughts = None
         if thinking is not None and self._marks is not None and not self._reads_thoughts:
@@ -152,7 +167,7 @@ class Dialect:
         marks = self._marks
         if marks is None:
             return None
-        undecided = Thinking(marks.begin_id, marks.end_id, has_begun=False)
+        undecided = Thinking((marks.begin_id,), marks.end_id, has_begun=False)
         last = next((i for i in reversed(range(len(prompt))) if prompt[i] in (marks.begin_id, marks.end_id)), None)
         if last is None:
             return undecided
@@ -175,6 +190,22 @@ class _ThoughtMarks:
     end: str
     begin_id: int
     end_id: int
+
+
+def _harmony(inputs: InputProcessor, config: ServerConfig) -> HarmonyDialect | None:
+    """None if the model cannot write it, though its chat template does."""
+    if config.reasoning_parser is not None:
+        raise ConfigurationError(
+            f"reasoning_parser {config.reasoning_parser} cannot be used with harmony, whose channels say what is"
+            " reasoning; leave it out"
+        )
+    try:
+        return HarmonyDialect(inputs)
+    except ValueError as error:
+        if config.tool_call_parser is not None:
+            raise ConfigurationError(f"tool_call_parser {config.tool_call_parser} cannot be used: {error}") from error
+        logger.warning("answers are not read as harmony: %s, though the chat template has it", error)
+        return None
 
 
 def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _ThoughtMarks | None:

@@ -6,6 +6,7 @@ MISTRAL      `[TOOL_CALLS]f[ARGS]{...}`, or `[TOOL_CALLS][{"name": "f", "argumen
 QWEN3_CODER  `<tool_call><function=f><parameter=a>text or JSON</parameter></function></tool_call>`
 SEED_OSS     `<seed:tool_call><function=f><parameter=a>text or JSON</parameter></function></seed:tool_call>`
 PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_start|>` (Llama 3.2, 4)
+HARMONY      `<|channel|>commentary to=functions.f<|message|>{...}<|call|>`, among messages on channels (gpt-oss)
 """
 
 import re
@@ -13,6 +14,7 @@ from enum import StrEnum
 
 from chairlift.api.answers.code_calls import Pythonic, Qwen3Coder, SeedOss
 from chairlift.api.answers.formats import CallFormat
+from chairlift.api.answers.harmony import Harmony
 from chairlift.api.answers.json_calls import Hermes, Llama3Json, Mistral
 
 
@@ -23,6 +25,12 @@ class ToolFamily(StrEnum):
     QWEN3_CODER = "qwen3_coder"
     SEED_OSS = "seed_oss"
     PYTHONIC = "pythonic"
+    HARMONY = "harmony"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ToolFamily | None":
+        """vLLM's name of a parser that reads the same calls."""
+        return cls.HARMONY if value == "openai" else None
 
 
 FORMATS: dict[ToolFamily, CallFormat] = {
@@ -32,9 +40,11 @@ FORMATS: dict[ToolFamily, CallFormat] = {
     ToolFamily.QWEN3_CODER: Qwen3Coder(),
     ToolFamily.SEED_OSS: SeedOss(),
     ToolFamily.PYTHONIC: Pythonic(),
+    ToolFamily.HARMONY: Harmony(),
 }
 
 _SIGNS = (  # the first that occurs in a template
+    (r"<\|channel\|>analysis<\|message\|>", ToolFamily.HARMONY),
     (r"<arg_key>", None),  # GLM-4.5 writes something else between the marks of Hermes
     (r"<seed:tool_call>", ToolFamily.SEED_OSS),
     (r"(?s)<function=.*<parameter=", ToolFamily.QWEN3_CODER),

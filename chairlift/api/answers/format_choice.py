@@ -31,6 +31,7 @@ _SAMPLES = {  # a call of the function f with these arguments
         "<seed:tool_call>\n<function=f>\n<parameter=a>b</parameter>\n</function>\n</seed:tool_call>",
     ],
     ToolFamily.PYTHONIC: ['[f(a="b")]'],
+    ToolFamily.HARMONY: ['<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "b"}<|call|>'],
 }
 
 

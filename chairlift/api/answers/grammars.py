@@ -54,7 +54,7 @@ def free_grammar(
     """Free text in which every call is to one of these functions. With `answer_schema`: calls only, or such JSON."""
     writing = _Writing(family, tokens)
     if answer_schema is not None:
-        start = f"start: answer | calls\nanswer: {_json(answer_schema)}"
+        start = f"start: answer | calls\nanswer: {json_rule(answer_schema)}"
     else:
         start = writing.free_text()
     return "\n".join([start, *writing.rules(functions, is_parallel)]) + "\n"
@@ -153,7 +153,7 @@ class _Writing:
             padding = r"\n" if self._form.padding else ""
             return f"/(?:{_lark_pattern(arguments.input_pattern)}){padding}<\\/parameter>\\n/"
         if not is_text(parameter.schema):
-            return f"{_json(parameter.schema, arguments.is_lenient)} {end}"
+            return f"{json_rule(parameter.schema, arguments.is_lenient)} {end}"
         values = parameter.schema.get("enum")
         return 'text_value "\\n"' if not values else f"({' | '.join(map(self._literals, map(str, values)))}) {end}"
 
@@ -167,7 +167,7 @@ class _Writing:
         starts += ['""'] if first_required == len(parameters) else []
         lines = [f"{rule}: {self._literals(arguments.name, '(')} ({' | '.join(starts)}) {self._literals(')')}"]
         for i, each in enumerate(parameters):
-            value = _json(each.schema, arguments.is_lenient)
+            value = json_rule(each.schema, arguments.is_lenient)
             lines.append(f"{rule}_{i}: {self._literals(f'{each.name}=')} {value}")
             sign = "" if each.is_required else "?"
             more = self._literals(", ", then=f"{rule}_{i}")
@@ -185,7 +185,7 @@ class _Writing:
 
 
 def _json_of(arguments: Arguments) -> str:
-    return _json(arguments.schema, arguments.is_lenient)
+    return json_rule(arguments.schema, arguments.is_lenient)
 
 
 def _lark_pattern(pattern: str) -> str:
@@ -199,6 +199,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
+def json_rule(schema: dict[str, Any], is_lenient: bool = False) -> str:
     """One block per schema, because `$ref`s count from a block's root. Our style overrides that of the schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})

@@ -6,6 +6,7 @@ from chairlift.api.answers.custom import CustomInputs
 from chairlift.api.answers.declared import Declared
 from chairlift.api.answers.families import FORMATS, ToolFamily
 from chairlift.api.answers.formats import Schemas
+from chairlift.api.answers.harmony import Harmony
 from chairlift.api.answers.text import CallPiece, Piece, PieceBuffer, Reading, Text
 from chairlift.api.answers.thoughts import Thoughts
 
@@ -19,7 +20,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        family: ToolFamily | Declared | None,
+        family: ToolFamily | Declared | Harmony | None,
         max_calls: int | None = None,
         schemas: Schemas = _NO_SCHEMAS,
         thoughts: Thoughts | None = None,

@@ -40,9 +40,13 @@ _NUM_THREADS = 3  # each may run a child process that takes up to `trial_process
 class Thinking:
     """The tokens that enclose a choice's reasoning."""
 
-    begin_id: int
+    begin_ids: tuple[int, ...]
     end_id: int
-    has_begun: bool  # in the prompt; if not, there are thoughts only if the choice begins with `begin_id`
+    has_begun: bool  # in the prompt; if not, there are thoughts only if the choice begins with `begin_ids`
+    is_repeated: bool = False  # later tokens may begin thoughts as well
+    lead: str | None = (
+        None  # rules, in Lark, whose `lead` is all that comes before the answer; None: one run of thoughts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +163,14 @@ class GrammarCompiler:
 def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
     """llguidance's source of the grammar after thoughts, which their tokens delimit, and up to two line breaks."""
     answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
-    others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
-    lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"
-    thoughts = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n{{0,2}}/"
-    grammars = [{"lark_grammar": f"start: {lead} @answer\n{thoughts}\n"}, {**answer, "name": "answer"}]
+    if thinking.lead is not None:
+        lead, rules = "lead", thinking.lead
+    else:
+        others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
+        begin = " ".join(f"<[{token}]>" for token in thinking.begin_ids)
+        lead = "thoughts" if thinking.has_begun else f"({begin} thoughts)?"
+        rules = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n{{0,2}}/"
+    grammars = [{"lark_grammar": f"start: {lead} @answer\n{rules}\n"}, {**answer, "name": "answer"}]
     return json.dumps({"grammars": grammars})
 
 

@@ -35,6 +35,7 @@ class _Choice:
         self._shown = {tokenizer.backend.token_to_id(name): name for name in text_options.shown_tokens}
         self._thinking = text_options.thinking  # None once the thoughts are over
         self._is_thinking = self._thinking is not None and self._thinking.has_begun
+        self._num_begun = 0  # of the tokens that begin thoughts, those that came last
         self._is_scored = generation.params.logprobs is not None
         self._num_decoded = 0  # characters, including those that are held back
         self._num_tokens = self._num_reasoning = self._num_drafted = self._num_accepted = 0
@@ -97,12 +98,20 @@ class _Choice:
         return False
 
     def _think(self, token: int, thinking: Thinking) -> None:
-        """Counts the token if it belongs to the thoughts, which begin in the prompt or with the first token."""
-        if self._is_thinking and token != thinking.end_id:
-            self._num_reasoning += 1
+        """Counts the token if it belongs to the thoughts, which begin in the prompt or with the first tokens."""
+        if self._is_thinking:
+            self._is_thinking = token != thinking.end_id
+            self._num_reasoning += self._is_thinking
+            is_over = not self._is_thinking
         else:
-            self._is_thinking = not self._is_thinking and token == thinking.begin_id
-            self._thinking = thinking if self._is_thinking else None
+            is_next = token == thinking.begin_ids[self._num_begun]
+            self._num_begun = self._num_begun + 1 if is_next else int(token == thinking.begin_ids[0])
+            self._is_thinking = self._num_begun == len(thinking.begin_ids)
+            is_over = not is_next
+        if self._is_thinking:
+            self._num_begun = 0
+        if is_over and not thinking.is_repeated:
+            self._thinking = None
 
     def _add_text_of(self, token: int, is_end: bool) -> bool:
         """Adds the text that this token completes; an end token has none. True as for `_add`."""

@@ -45,8 +45,10 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors
 _END_TOKENS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|end_of_role|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<|eom|>", "<end_of_utterance>"),
+    *("<|return|>", "<|call|>"),
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's spelling
 }
+_HARMONY = {"<|return|>", "<|call|>", "<|end|>"}  # where these three are, the last ends a message within an answer
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -94,7 +96,10 @@ def end_tokens(file: GGUFFile) -> list[int]:
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = given.get("tokens"), given.get("token_type")
     pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, np.ndarray) else ()
-    known = [index for index, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _END_TOKENS]
+    special = {token: index for index, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _END_TOKENS}
+    if special.keys() >= _HARMONY:
+        del special["<|end|>"]
+    known = special.values()
     return sorted({*known, *(token for token in named if type(token) is int)})
 
 

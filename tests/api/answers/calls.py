@@ -114,7 +114,8 @@ def _permitted(matcher: LLMatcher) -> Sequence[int]:
     return [token for token in range(mask.bit_length()) if mask >> token & 1]
 
 
-FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
+# Harmony has no calls among text, but messages: test_harmony.py.
+FAMILIES = pytest.mark.parametrize("family", [family for family in ToolFamily if family is not ToolFamily.HARMONY])
 JSON_FAMILIES = pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON, ToolFamily.MISTRAL])
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), long_tokenizer()], ids=["bytes", "long tokens"])
 
@@ -161,6 +162,8 @@ def calls_text(family: ToolFamily, *calls: tuple[str, str]) -> str:
             return "\n".join(f"<seed:tool_call>\n{each}\n</seed:tool_call>" for each in inner)
         case ToolFamily.PYTHONIC:
             return "[" + ", ".join(f"{f}({_keywords(a)})" for f, a in calls) + "]"
+        case ToolFamily.HARMONY:
+            return "".join(f" to=functions.{f}<|channel|>commentary json<|message|>{a}<|call|>" for f, a in calls)
 
 
 def _elements(arguments: str, padding: str = "\n") -> str:

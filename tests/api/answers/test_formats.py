@@ -70,6 +70,7 @@ NONE = ReasoningFamily.NONE
         (MISTRAL, ToolFamily.MISTRAL, NONE),
         (MISTRAL + "[THINK]", ToolFamily.MISTRAL, ReasoningFamily.MISTRAL),
         (DEEPSEEK_R1, None, ReasoningFamily.THINK),
+        ("""{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking }}""", ToolFamily.HARMONY, NONE),
         (QWEN + LLAMA_3_2, ToolFamily.HERMES, NONE),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call>", None, NONE),  # GLM
         ("<function=name>{arguments}</function>, or code after <|python_tag|> {%- if 'ipython' %}", None, NONE),
@@ -86,7 +87,8 @@ def test_the_template_tells_how_calls_and_thoughts_are_written(
 
 
 def test_families_have_the_names_that_users_give_and_some_models_names_mean_how_they_think() -> None:
-    assert [*ToolFamily] == ["hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "pythonic"]
+    assert [*ToolFamily] == ["hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "pythonic", "harmony"]
+    assert ToolFamily("openai") is ToolFamily.HARMONY
     assert [*ReasoningFamily] == ["think", "mistral", "seed_oss", "none"]
     assert [ReasoningFamily(name) for name in ("qwen3", "deepseek_r1")] == [ReasoningFamily.THINK] * 2
 

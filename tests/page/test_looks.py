@@ -1,0 +1,73 @@
+"""What everybody can see and use of the page: colours, sizes, the keyboard, narrow screens, less motion."""
+
+import itertools
+
+import pytest
+
+from tests.page.page_support import SAID, Keys, open_live, send
+from tests.support.browser import PHONE, Page
+from tests.support.fake_site import FakeSite
+
+pytestmark = pytest.mark.slow  # they need a browser
+
+
+def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(page: Page) -> None:
+    seen: list[int] = []
+    reached: set[str] = set()
+    active = "document.activeElement"
+    while (index := page.run(f"[...document.querySelectorAll('*')].indexOf({active})")) not in seen:
+        seen.append(index)
+        page.press(Keys.TAB)
+        assert page.run(f"{active}.ariaLabel || {active}.innerText || {active}.labels?.length"), page.run(
+            f"{active}.outerHTML"
+        )
+        reached.add(page.run(f"{active}.id || {active}.localName"))
+    assert reached >= {"a", "theme", "log", "button", "summary", "message", "send", "li"}
+
+
+@pytest.mark.parametrize(("system", "other"), [("light", "dark"), ("dark", "light")])
+def test_colours_are_the_systems_until_the_button_says_otherwise_and_have_contrast(
+    tab: Page, site: FakeSite, system: str, other: str
+) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    papers = {"light": "rgb(251, 252, 252)", "dark": "rgb(17, 23, 28)"}
+    open_live(tab, site, prefers_color_scheme=system)
+    assert tab.run(paper) == papers[system]
+    texts = itertools.product(("--ink", "--muted", "--accent", "--bad"), ("--paper", "--raised", "--sunken"))
+    shapes = ("--edge", "--reused", "--prefilled", "--generated", "--good", "--accent")
+    faint = [pair for pair in [*texts, ("--on-accent", "--accent")] if tab.contrast(*pair) < 4.5]
+    assert faint + [(shape, "--paper") for shape in shapes if tab.contrast(shape, "--paper") < 3.0] == []
+    assert tab.contrast("--paper", "--paper") == 1.0
+    tab.click("#theme")
+    assert tab.run("document.getElementById('theme').ariaPressed") == str(other == "dark").lower()
+    assert tab.run(paper) == papers[other]
+    open_live(tab, site, prefers_color_scheme=system)
+    assert tab.run(paper) == papers[other]
+
+
+def test_nothing_moves_for_who_wants_less_motion(tab: Page, site: FakeSite) -> None:
+    site.is_held = True
+    open_live(tab, site, prefers_reduced_motion="reduce")
+    send(tab, "Hi!")
+    tab.wait_for_text(SAID, "Hello there.")
+    moving = """[...document.querySelectorAll("*")].flatMap((each) => [null, "::after"].map((pseudo) =>
+        getComputedStyle(each, pseudo))).filter((style) => style.animationName !== "none"
+        || style.transitionDuration !== "0s").length"""
+    assert tab.run(moving) == 0
+    tab.click("#stop")
+
+
+def test_a_phone_shows_one_half_at_a_time(tab: Page, site: FakeSite) -> None:
+    open_live(tab, site, PHONE)
+    assert (tab.is_visible("#message"), tab.is_visible("#slots")) == (True, False)
+    tab.wait_for_text(".views", "Batch 0/4")
+    tab.click("[data-shows=batch]")
+    assert (tab.is_visible("#message"), tab.is_visible("#slots")) == (False, True)
+    assert tab.run("document.querySelector('[data-shows=batch]').ariaPressed") == "true"
+    tab.click("[data-shows=chat]")
+    tab.type("#message", "Hi!")
+    tab.click("#send")
+    tab.wait_for_text(SAID, "Hello there.")
+    targets = "[...document.querySelectorAll('button, summary')].filter((each) => each.checkVisibility())"
+    least = tab.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))")
+    assert least >= 24  # WCAG 2.2's least size of a target

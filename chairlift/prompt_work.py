@@ -172,6 +172,11 @@ class PooledStates(PromptResult):
         """See `PromptResult`."""
         return self.is_finite
 
+    @property
+    def size(self) -> int:
+        """See `PromptResult`. Numbers of a vector cost less than those of scores, but not nothing."""
+        return 1 + len(self.sums) // 100
+
 
 @dataclass(frozen=True, slots=True)
 class LabelTask(PromptTask):

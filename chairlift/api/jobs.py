@@ -19,9 +19,10 @@ from chairlift.api.turns import TURNS_WARNING, speakers_in_turn, without_billing
 from chairlift.api.wire.complaints import own_field_names
 from chairlift.config import ResolvedConfig
 from chairlift.engine.text.chat_template import ChatOptions, Message
-from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
+from chairlift.engine.text.inputs import DEFAULT_TEXT, PROMPT_ONLY, Generation, InputProcessor, Prompt, TextOptions
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams
+from chairlift.prompt_work import PromptTask
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Job:
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `TemplateInput`
     warnings: Sequence[str] = ()  # see `Body.warnings`
     generations: list[Generation] = field(default_factory=list)
+    task: PromptTask | None = None  # wanted of the prompts, if nothing is generated
 
     def __post_init__(self) -> None:
         if self.structure is not None:
@@ -60,6 +62,7 @@ class Job:
                 self.options,
                 self.text_options,
                 compiled,
+                self.task,
             )
         self.generations.append(generation if self.keeps_text else replace(generation, prompt=None))
 
@@ -77,14 +80,18 @@ class Renderable(Protocol):
     def chat_options(self) -> ChatOptions: ...
 
 
-class Generating(Scheduled, Protocol):
+class Warned(Scheduled, Protocol):
+    """A body that the engine works for, and what its client is warned of."""
+
+    @property
+    def warnings(self) -> list[str]: ...
+
+
+class Generating(Warned, Protocol):
     """A body that asks for an answer."""
 
     @property
     def stream(self) -> bool | None: ...
-
-    @property
-    def warnings(self) -> list[str]: ...
 
     def wanted_structure(self) -> WantedStructure | None: ...
 
@@ -188,6 +195,37 @@ class JobMaker:
             field_names=body.field_names,
             warnings=[*warnings, *self._dialect.warnings(functions), *encoded.warnings],
         )
+
+    def of_prompts(
+        self,
+        body: Warned,
+        client: Client,
+        prompts: Iterable[Prompt],
+        task: PromptTask,
+        new_reply: Callable[[], Reply],
+        *,
+        prompt_field: str,
+        truncate_to: int | None = None,
+    ) -> Job:
+        """The job for a body that wants something computed of prompts, and no text.
+
+        `truncate_to`: see `SamplingParams.truncate_prompt_tokens`. InvalidRequest if there are too many.
+        """
+        is_cut = truncate_to is not None
+        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_to) if is_cut else PROMPT_ONLY
+        job = Job(
+            deque(prompts),
+            params,
+            client.options_of(body),
+            new_reply(),
+            is_streamed=False,
+            structure=None,
+            prompt_field=prompt_field,
+            warnings=body.warnings,
+            task=task,
+        )
+        self._check_number(len(job.prompts), 1, prompt_field)
+        return job
 
     def encode(self, body: Renderable, truncates: bool = False, encode: Encode | None = None) -> EncodedChat:
         """The prompt of a conversation; if the template refuses the messages, that of `speakers_in_turn`.

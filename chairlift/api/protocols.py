@@ -25,6 +25,7 @@ def all_routes() -> "tuple[Route, ...]":
     from chairlift.api.description import described
     from chairlift.api.endpoints import OWN_ROUTES
     from chairlift.api.openai.routes import ROUTES as OPENAI
+    from chairlift.api.rerank.routes import ROUTES as RERANK
     from chairlift.api.responses.routes import ROUTES as RESPONSES
 
     return described(
@@ -32,6 +33,7 @@ def all_routes() -> "tuple[Route, ...]":
             *OPENAI,
             *RESPONSES,
             *ANTHROPIC,
+            *RERANK,
             *OWN_ROUTES,
         )
     )

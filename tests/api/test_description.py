@@ -15,6 +15,7 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_message_params
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -50,6 +51,7 @@ GENERATING: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     RESPONSES: {"input": "hi"},
 }
+EMBEDDINGS = "/v1/embeddings"
 VALUES: list[Any] = [0, "", [], {}, "auto", {"type": "x"}, [{}], False]
 HINTS = {"metadata", "safety_identifier", "service_tier", "prompt_cache_key"}
 HINTS |= {"prompt_cache_retention", "prompt_cache_options"}
@@ -90,6 +92,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
     [
         (CHAT, get_args(chat_params.CompletionCreateParams), VLLM_CHAT_FIELDS),
         (COMPLETIONS, get_args(completion_params.CompletionCreateParams), VLLM_FIELDS),
+        (EMBEDDINGS, (EmbeddingCreateParams,), {"priority", "truncate_prompt_tokens", "cache_salt"}),
         (MESSAGES, get_args(message_params.MessageCreateParams), set()),
         (MESSAGES, get_args(beta_message_params.MessageCreateParams), set()),
         (COUNT_TOKENS, [message_count_tokens_params.MessageCountTokensParams], set()),

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIST = Path("chairlift/api/protocols.py")
-FOLDERS = ("openai", "responses", "anthropic")
+FOLDERS = ("openai", "responses", "anthropic", "rerank")
 
 SMOKE = """
 import asyncio, sys
@@ -24,6 +24,9 @@ BODIES = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/embeddings": {"input": "Hi"},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "Hi", "documents": ["Ho"]}),
+    **dict.fromkeys(("/v1/score", "/score"), {"text_1": "Hi", "text_2": "Ho"}),
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72]},
     "/reset_prefix_cache": {},
@@ -79,7 +82,7 @@ def test_a_protocol_can_be_deleted_with_its_tests(folder: str, tmp_path: Path) -
     """The server serves all other endpoints, and the other tests are collected and, where they take no server, pass."""
     root = without(folder, tmp_path)
     served = run(root, "-c", SMOKE).split()
-    owned = {"openai": "completions", "responses": "responses", "anthropic": "messages"}
+    owned = {"openai": "completions", "responses": "responses", "anthropic": "messages", "rerank": "rerank"}
     assert {name for name, word in owned.items() if any(word in path for path in served)} == set(owned) - {folder}
     others = [f"tests/api/{each}" for each in (*FOLDERS, "answers") if each != folder]
     # The tests of the server itself speak OpenAI's protocol. All are collected, and those that take no server run.

@@ -4,6 +4,7 @@ from chairlift.api.http.access import Client
 from chairlift.api.jobs import Job, JobMaker
 from chairlift.api.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from chairlift.api.openai.completions import Completion, CompletionRequest
+from chairlift.api.openai.embeddings import EMBEDDING_ROUTES
 from chairlift.api.openai.replies import ChatReply, CompletionReply
 from chairlift.api.openai.tokens import TOKEN_ROUTES
 from chairlift.api.routes import Route, generating
@@ -51,5 +52,6 @@ ROUTES = (
         CompletionRequest,
         Completion,
     ),
+    *EMBEDDING_ROUTES,
     *TOKEN_ROUTES,
 )

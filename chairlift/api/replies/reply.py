@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from chairlift.api.http.event_stream import KEEP_ALIVE
 from chairlift.api.wire.body import WholeReply
@@ -35,3 +36,27 @@ class Reply(ABC):
     @abstractmethod
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
         """The last events of a stream that cannot go on; `status`: what the reply would have had."""
+
+
+class UnstreamedReply(Reply):
+    """A reply that is always sent whole, since all of it is known at once."""
+
+    def opening(self, *_: Any) -> list[str]:
+        """See `Reply`."""
+        return _never_streamed()
+
+    def news(self, *_: Any) -> list[str]:
+        """See `Reply`."""
+        return _never_streamed()
+
+    def closing(self) -> list[str]:
+        """See `Reply`."""
+        return _never_streamed()
+
+    def failure(self, *_: Any) -> list[str]:
+        """See `Reply`."""
+        return _never_streamed()
+
+
+def _never_streamed() -> NoReturn:
+    raise AssertionError("its job is not streamed")

@@ -8,16 +8,16 @@ from pydantic import (
     StrictBool,
     StrictFloat,
     StrictInt,
-    field_validator,
     model_validator,
 )
 
-from chairlift.api.wire.body import Body, Label, Metadata, ModelBody, Texts, TokenIds, without_nulls
+from chairlift.api.wire.body import Body, Label, Metadata, Texts, TokenIds, without_nulls
 from chairlift.api.wire.checks import only
 from chairlift.api.wire.extras import EngineExtras
 from chairlift.api.wire.marks import Ignored, Refused
+from chairlift.api.wire.scheduling import ScheduledRequest
 from chairlift.errors import InvalidRequest
-from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
+from chairlift.params import SamplingParams, StructuredOutputs
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
@@ -51,12 +51,9 @@ class Repetition(Body):
     min_count: StrictInt
 
 
-class GenerationRequest(ModelBody):
+class GenerationRequest(ScheduledRequest):
     """A field without a description has that of its namesake in RequestOptions or SamplingParams, whose limits hold."""
 
-    priority: StrictInt | None = None
-    timeout: StrictFloat | None = None
-    cache_salt: str | None = Field(None, max_length=256)
     speculation: Literal["auto", "off"] | None = None
     stream: StrictBool | None = Field(None, description="send the answer as server-sent events while it is made")
 
@@ -79,28 +76,6 @@ class GenerationRequest(ModelBody):
     structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(without_nulls)] = Field(
         None, description="one of json, json_object, regex, choice and grammar (Lark or GBNF), enforced token by token"
     )
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _check_salt(cls, salt: str | None) -> str | None:
-        if salt == "":  # a client that lacks its secret must not share its prompts with all others
-            raise InvalidRequest("cache_salt is empty; leave it out, or give at least one character", "cache_salt")
-        return salt
-
-    @property
-    def sender(self) -> str:
-        """The sender, as the client names it; empty if it names none."""
-        raise NotImplementedError
-
-    def request_options(self, key_tenant: str | None, **more: Any) -> RequestOptions:
-        """Returns how the request is served. `pydantic.ValidationError` if a field is out of range.
-
-        `key_tenant`: the tenant of the API key, None where there are no keys. A key has one share, whatever `sender`
-        its requests name.
-        """
-        given = self.model_dump(include={"priority", "cache_salt", "timeout", "speculation"}, exclude_none=True)
-        tenant = self.sender if key_tenant is None else key_tenant
-        return RequestOptions(tenant=tenant, **given, **more)
 
     def sampling_params(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """This request's settings, and those `given` that are not None, over the model's defaults.

@@ -22,6 +22,19 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int = 0
 
 
+class PromptUsage(BaseModel):
+    """Where nothing is generated: the tokens of all prompts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestDelta]) -> Self:
+        """Counts the tokens of each prompt."""
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return cls(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
+
 class Usage(BaseModel):
     """Summed over prompts; a prompt counts once, however many choices continue it."""
 

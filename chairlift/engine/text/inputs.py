@@ -151,7 +151,7 @@ class InputProcessor:
         params = params or self.default_params
         if params.n > self._capacity:
             raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
-        token_ids = self._truncate(self._tokenize(prompt, params), params)
+        token_ids = self._truncate(self._tokenize(prompt, params, param), params)
         # Where as much is kept of the prompt as leaves room for max_tokens, a limit that leaves none is a mistake.
         clamps = text_options.clamps_max_tokens and params.truncate_prompt_tokens != -1
         max_tokens = self._check_lengths(token_ids, params, param, clamps)
@@ -264,13 +264,14 @@ class InputProcessor:
         possible = [token for token in token_ids if token < self._vocab_size]
         return params.model_copy(update={"stop_token_ids": [*params.stop_token_ids, *possible]}) if possible else params
 
-    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
-                raise InvalidRequest("the prompt is empty; give at least one character", "prompt")
-            return self.tokenizer.encode(prompt, max_tokens=self.max_seq_len, keeps_end=params.truncates_prompt)
+                raise InvalidRequest("the prompt is empty; give at least one character", param)
+            most, keeps_end = self.max_seq_len, params.truncates_prompt
+            return self.tokenizer.encode(prompt, param=param, max_tokens=most, keeps_end=keeps_end)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
+            raise InvalidRequest("a prompt is a string or a list of token ids", param)
         return prompt
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:

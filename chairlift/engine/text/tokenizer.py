@@ -173,6 +173,12 @@ class Tokenizer:
             pieces = pieces[-max_tokens:]
         return self._encode_pieces(pieces)
 
+    def first_tokens(self, text: str, num_tokens: int, param: str) -> str:
+        """The text of so many tokens at the beginning of a text. InvalidRequest if it is not valid Unicode."""
+        part = text[: num_tokens * self.longest_token]
+        ids = self.encode(part, add_special_tokens=False, param=param)
+        return part if len(ids) <= num_tokens else self.decode(ids[:num_tokens], skip_special_tokens=False)
+
     def encode_literally(self, text: str, param: str, max_tokens: int) -> list[int]:
         """Token ids of a text in which nothing is a special token, whatever it spells. Errors as in `encode`."""
         if len(text) > max_tokens * self.longest_token:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from chairlift.config import EngineConfig
+from chairlift.engine.async_prompts import AsyncPrompts
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
@@ -50,7 +51,7 @@ async def compile_grammar(grammars: Grammars, outputs: StructuredOutputs, thinki
     return await asyncio.shield(shared)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPrompts):
     """A model and its engine thread, used from one event loop. An async context manager closes it.
 
     Construction loads the model and takes as long as that does; the thread starts with the first request. In a process

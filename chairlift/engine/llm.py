@@ -14,7 +14,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.text.chat_template import ChatOptions, Message
 from chairlift.engine.text.deltas import CumulativeOutput, RequestDelta
-from chairlift.engine.text.embedding import EmbeddingOutput, vector_of
+from chairlift.engine.text.embedding import EmbeddingOutput
 from chairlift.engine.text.inputs import DEFAULT_CHAT, PROMPT_ONLY, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.relevance import Pair, ScoreOutput
@@ -130,11 +130,7 @@ class LLM:
         embedding = self.inputs.embedding
         prompts = [embedding.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in listed]
         return [
-            EmbeddingOutput(
-                vector_of(delta.prompt_result, dimensions, is_normalized=normalize).tolist(),
-                delta.prompt_token_ids,
-                delta.num_cached_tokens,
-            )
+            EmbeddingOutput.of(delta, dimensions, is_normalized=normalize)
             for delta in self._compute(prompts, embedding.task, use_tqdm, options)
         ]
 

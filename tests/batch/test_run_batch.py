@@ -45,18 +45,20 @@ def replies_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_each_request_of_a_file_is_answered_once_also_by_a_second_run(tmp_path: Path, capsys: Printed) -> None:
     chat = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 16, "temperature": 0}
-    lines = [line("a", url="/v1/chat/completions", body=chat), *(line(str(number)) for number in range(7))]
+    vectors = line("v", url="/v1/embeddings", body={"input": ["a snail", "a house"]})
+    lines = [line("a", url="/v1/chat/completions", body=chat), vectors, *(line(str(number)) for number in range(7))]
     flags = ["-i", str(write(tmp_path, *lines)), "-o", str(tmp_path / "out.jsonl"), "--max-batch-size", "2"]
     assert main(["run-batch", *flags]) == 0
     replies = replies_of(tmp_path / "out.jsonl")
-    assert set(replies) == {"a", *map(str, range(7))}
+    assert set(replies) == {"a", "v", *map(str, range(7))}
     assert {each["response"]["status_code"] for each in replies.values()} == {200}
     assert replies["a"]["response"]["body"]["choices"][0]["message"]["content"] == "17 + 25 = 42."
+    assert [each["index"] for each in replies["v"]["response"]["body"]["data"]] == [0, 1]
     assert all(each["error"] is None and each["id"].startswith("batch_req_") for each in replies.values())
     written = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").write_bytes(written[:-20])  # a process was killed while it wrote the last line
     assert main(["run-batch", *flags]) == 0
-    assert "7 of 8 requests have a reply; 1 are left" in capsys.readouterr().err
+    assert "8 of 9 requests have a reply; 1 are left" in capsys.readouterr().err
     assert set(replies_of(tmp_path / "out.jsonl")) == set(replies)
 
 

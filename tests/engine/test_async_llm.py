@@ -68,6 +68,9 @@ async def ends_of(tasks: list[asyncio.Task[RequestOutput]]) -> list[Any]:
     return [type(each) if isinstance(each, BaseException) else each.outputs[0].finish_reason for each in results]
 
 
+QUERY = ("a snail", ["a snail", "the north wind"])
+
+
 async def test_a_reader_who_keeps_up_sees_every_step_and_outputs_are_cumulative(engine: AsyncLLM, gate: Gate) -> None:
     outputs = []
     gate.allow(1)
@@ -93,6 +96,18 @@ async def test_concurrent_generations_equal_those_of_a_python_call(llm: LLM, tin
         await wait_until_idle(engine)
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     assert chat.outputs == llm.chat(HI, params)[0].outputs
+
+
+async def test_vectors_and_scores_equal_those_of_a_python_call(llm: LLM, engine: AsyncLLM) -> None:
+    texts = ["a snail", "the north wind", "a house"]
+    found = await asyncio.gather(engine.embed(texts, dimensions=8), engine.embed("a snail"), engine.score(*QUERY))
+    for own, expected in zip(
+        [*found[0], *found[1]], [*llm.embed(texts, dimensions=8), *llm.embed("a snail")], strict=True
+    ):
+        assert own.embedding == pytest.approx(expected.embedding, abs=1e-5)
+    assert [each.score for each in found[2]] == pytest.approx([each.score for each in llm.score(*QUERY)], abs=1e-5)
+    with pytest.raises(InvalidRequest, match="dimensions: 1000 is not between 1 and"):
+        await engine.embed("a snail", dimensions=1000)
 
 
 async def test_a_slow_reader_finds_the_newest_state_and_no_backlog(engine: AsyncLLM) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from chairlift.engine.text.defaults import read_json
 from chairlift.errors import CheckpointError, InvalidRequest, named, shown
 from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.prompt_work import PooledStates, Pooling, PoolTask, PromptResult
+
+if TYPE_CHECKING:
+    from chairlift.engine.text.deltas import RequestDelta
 
 Vector = npt.NDArray[np.float32]
 
@@ -82,6 +85,12 @@ class EmbeddingOutput:
     embedding: list[float]
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were reused from another request
+
+    @classmethod
+    def of(cls, delta: "RequestDelta", dimensions: int | None, *, is_normalized: bool) -> Self:
+        """Makes the vector of what was computed; see `vector_of`."""
+        vector = vector_of(delta.prompt_result, dimensions, is_normalized=is_normalized)
+        return cls(vector.tolist(), delta.prompt_token_ids, delta.num_cached_tokens)
 
 
 def vector_of(result: PromptResult | None, dimensions: int | None = None, *, is_normalized: bool = True) -> Vector:

@@ -84,7 +84,7 @@ class CosineRelevance:
         def scores(results: Sequence[PromptResult | None]) -> list[float]:
             vectors = [vector_of(result).astype(np.float64) for result in results]
             return [
-                float(vectors[places[query]] @ vectors[places[document]])
+                float(np.clip(vectors[places[query]] @ vectors[places[document]], -1.0, 1.0))  # of rounded vectors
                 for query, document in zip(queries, documents, strict=True)
             ]
 

@@ -140,7 +140,32 @@ class StateScrub:
     row: int
 
 
-Job = SlotCopy | Scrub | StateCopy | StateScrub
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """A part of a saved prefix that was read for a request: its tokens `[start, end)`.
+
+    `content` None: it could not be read. `has_state`: a recurrent state after its last token is part of it.
+    """
+
+    ticket: int  # of the request's reading
+    start: int
+    end: int
+    content: object | None = field(repr=False)
+    has_state: bool = False
+    is_last: bool = False  # nothing follows
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """Writes the tokens `[start, end)` of a part into a slot and, if the part has a state, that as well."""
+
+    slot: int
+    start: int
+    end: int
+    part: SavedPart
+
+
+Job = SlotCopy | Scrub | StateCopy | StateScrub | SlotLoad
 """Work on the cache's tensors, done in order and before what is planned after it."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from chairlift.cache.pool import SlotPool
 from chairlift.cache.state_books import StateBooks
-from chairlift.plan import Reservation, StateCopy
+from chairlift.plan import Reservation, SavedPart, SlotLoad, StateCopy
 
 _tickets = itertools.count()  # shared by all ledgers, so that no reservation fits another ledger
 
@@ -90,6 +90,52 @@ class SlotLedger(SlotPool):
             self._lengths[seq_id] -= num_tokens
             self._common.cut(seq_id, self._lengths[seq_id])
             self._cut_states([seq_id], self._lengths[seq_id])
+
+    def load(self, seq_id: int, start: int, end: int, part: SavedPart) -> None:
+        """Writes tokens of a part behind what a claimed slot has. They count once `restore` says so.
+
+        ValueError if the slot is not claimed or is in flight, if these tokens do not follow those that are committed
+        or loaded, or are not in the part, or if there is no memory for them.
+        """
+        with self._lock:
+            self._check_claimed(seq_id)
+            self._check_idle(seq_id)
+            num_loaded = self.num_loaded(seq_id)
+            if not part.start <= start == num_loaded <= end <= part.end:
+                raise ValueError(
+                    f"slot {seq_id}: tokens {start} to {end} of a part from {part.start} to {part.end} cannot be loaded"
+                    f" behind {num_loaded}"
+                )
+            if end > self.budget.limits[seq_id]:
+                raise ValueError(self._no_memory([seq_id]))
+            self._loaded[seq_id] = end
+            self.owed.append(SlotLoad(seq_id, start, end, part))
+
+    def num_loaded(self, seq_id: int) -> int:
+        """Tokens that a slot has in one piece, with those that were loaded and do not count yet."""
+        with self._lock:
+            return self._loaded.get(seq_id) or self.num_valid(seq_id)
+
+    def restore(self, seq_id: int, num_tokens: int, *, has_state: bool = False) -> None:
+        """Commits the first `num_tokens` of what was loaded, and drops the rest.
+
+        `has_state`: a recurrent state was loaded with the last of them. ValueError if the slot is not claimed or is in
+        flight, if fewer were loaded or more are committed, or if there are recurrent states and none was loaded.
+        """
+        with self._lock:
+            self._check_claimed(seq_id)
+            self._check_idle(seq_id)
+            length, num_loaded = self._lengths[seq_id], self.num_loaded(seq_id)
+            if not length <= num_tokens <= num_loaded:
+                raise ValueError(
+                    f"slot {seq_id} has {length} tokens and {num_loaded} with those loaded: not {num_tokens}"
+                )
+            if num_tokens > length and self.states is not None:
+                if not has_state:
+                    raise ValueError(f"slot {seq_id} cannot go on after {num_tokens} tokens without a state")
+                self.states.stand(seq_id, num_tokens)
+            self._lengths[seq_id] = num_tokens
+            self._loaded.pop(seq_id, None)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the recurrent state in row `source` to a claimed slot: that of all its committed tokens.

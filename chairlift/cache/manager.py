@@ -16,8 +16,9 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.memory import MappedMemory, allocate_blocks
 from chairlift.cache.state_books import StateBooks
 from chairlift.cache.states import SlotStates, StateMemory
+from chairlift.cache.transfer import copy_in
 from chairlift.device import send
-from chairlift.plan import Job, Reservation, SlotCopy, StateCopy, StateScrub
+from chairlift.plan import Job, Reservation, SlotCopy, SlotLoad, StateCopy, StateScrub
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -303,6 +304,8 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
             elif isinstance(job, StateScrub):
                 for states in self.state_memories:
                     states.clear(job.row)
+            elif isinstance(job, SlotLoad):
+                copy_in(self, job)
             else:
                 for memory in self.memories:
                     memory.clear(job.slot, job.start, job.end)

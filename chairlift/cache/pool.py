@@ -46,6 +46,7 @@ class SlotPool:
         self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
         self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
         self._in_flight: dict[int, int] = {}  # slot -> ticket
+        self._loaded: dict[int, int] = {}  # claimed slot -> tokens, with those that were loaded and do not count yet
         self._common = CommonPrefixes()
 
     @property
@@ -178,6 +179,7 @@ class SlotPool:
             self._check_idle(seq_id)
             self._check_num_valid(seq_id, num_kept)
             del self._lengths[seq_id]
+            self._loaded.pop(seq_id, None)
             self._keep(seq_id, num_kept)
 
     def shrink_warm(self, seq_id: int, num_kept: int) -> None:
@@ -216,6 +218,7 @@ class SlotPool:
             assert all(0 <= n <= self.max_seq_len for n in self._lengths.values()), "a length out of range"
             assert all(0 < n <= self.max_seq_len for n in self._warm.values()), "a warm slot's length out of range"
             assert set(self._in_flight) <= claimed, "a slot is in flight but not claimed"
+            assert set(self._loaded) <= claimed - set(self._in_flight), "a slot is loaded and has no owner, or computes"
             self.budget.check()
             limits = self.budget.limits
             assert all(n <= limits[seq_id] for seq_id, n in self._lengths.items()), "tokens without memory"

@@ -40,7 +40,7 @@ class NextStep:
             self._chunks[request] = num_planned + num_new
 
     def go_on(self, begun: list[RequestState], placement: Placement, num_kept: int) -> None:
-        """Adds chunks of prompts that have slots and wait for no leader; leaves `num_kept` tokens of the budget.
+        """Adds chunks of prompts that have slots and wait for nobody; leaves `num_kept` tokens of the budget.
 
         The prompt begun first gets its share in any case. Then prompts come by priority, and within a priority by the
         fewest tokens to compute.
@@ -50,7 +50,7 @@ class NextStep:
         for request in begun:
             if request.leader is not None:
                 placement.follow(request)
-        ready = [request for request in begun if request.leader is None and request.num_uncomputed]
+        ready = [request for request in begun if request.is_ready and request.num_uncomputed]
         for request in ready[:1]:
             self.add_prompt(request, self.num_left - share_of(self.num_left))
         for request in sorted(ready, key=lambda each: (each.options.priority, each.num_uncomputed)):

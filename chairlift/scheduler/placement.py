@@ -11,7 +11,8 @@ It gets memory for all its tokens at once, and for more as it grows. When memory
 their ends, the least recently used first; prefixes that a running request reads there go last.
 
 At least one token is left to compute, so that there are logits. If a prompt in prefill shares an even longer prefix,
-the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once.
+the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once. If a longer
+one was saved, it waits for the disk (`restoring.py`).
 """
 
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from chairlift.plan import StepPlan
 from chairlift.scheduler.drafting import MAX_CONTINUATION, MAX_CONTINUATIONS
 from chairlift.scheduler.finding import Finder, Finding
 from chairlift.scheduler.request import Contents, RequestState
+from chairlift.scheduler.restoring import NothingSaved, Restoring, SavedPrefixes
 from chairlift.scheduler.state_reuse import StateReuse
+from chairlift.scheduler.worth import SlotWorth
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: saving no more is not worth a copy
 _KEPT_WHEN_IDLE = 0.1  # share of memory that idle warm slots keep: a chat resumed after a pause is not recomputed
@@ -36,7 +39,8 @@ _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 class Placement:
     """Assigns slots to requests, and tracks what the slots of earlier ones hold."""
 
-    def __init__(self, slots: SlotLedger, enable_prefix_caching: bool) -> None:
+    def __init__(self, slots: SlotLedger, enable_prefix_caching: bool, saved: SavedPrefixes | None = None) -> None:
+        """`saved`: prefixes that can be read from disk; None: there are none."""
         self._slots = slots
         self._foreign = slots.claimed  # claimed for other purposes
         self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
@@ -45,6 +49,8 @@ class Placement:
         self.states: StateReuse | None = None  # None: no layer has a recurrent state, or none is reused
         if slots.states is not None and enable_prefix_caching:
             self.states = StateReuse(slots, slots.states)
+        self.restoring = Restoring(slots, saved or NothingSaved())
+        self.worth = SlotWorth(slots, self._index)
         self._finder = Finder(slots, self._index, self._owners, self.states)
 
     @property
@@ -70,13 +76,15 @@ class Placement:
             salt = request.options.cache_salt
             continuations = self._index.following(tokens, salt, MAX_CONTINUATIONS, MAX_CONTINUATION)
             request.drafter.add_continuations(request.token_ids, continuations)
-        slot = self._choose(finding, len(request.token_ids))
+        slot = _choose(finding, len(request.token_ids), self._slots)
         if slot is None:
             (slot,) = self._slots.claim(1)
             num_reused = 0
         else:
             num_reused = finding.num_in_place
             self._slots.claim_slot(slot, num_reused)
+        self.worth.note_owner(slot, num_reused)
+        self.restoring.note_owner(slot, num_reused)
         request.slot = slot
         request.is_recurrent = self._slots.states is not None
         if self.states is not None:
@@ -117,12 +125,14 @@ class Placement:
 
     def follow(self, request: RequestState, finding: Finding | None = None) -> None:
         """Makes a request wait for a leader or, if there is none (any more), copies the prefix that was found."""
-        finding = finding or self._find(request, pack_tokens(request.token_ids))
+        tokens = pack_tokens(request.token_ids)
+        finding = finding or self._find(request, tokens)
         request.leader = finding.leader
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
             if self.states is not None:
                 self.states.note_match(request, finding.num_matched)
+            self.restoring.begin(request, tokens)
         elif self.states is not None:
             self.states.mark_for_follower(finding.leader, finding.num_awaited)
 
@@ -139,6 +149,7 @@ class Placement:
         """Takes the request's slot: its sound tokens stay warm, and the rest is scrubbed."""
         slot, contents = request.slot, request.contents
         assert slot is not None, f"{request.request_id} has no slot to release"
+        self.restoring.drop(request)
         if request.error is not None:
             self._forget_sources(request)
         start = contents.to_scrub(request.num_computed)
@@ -154,6 +165,7 @@ class Placement:
         else:
             self._index.remove(slot)
         self._slots.release(slot, num_kept)
+        self.worth.note_release(slot)
         del self._owners[slot]
         request.slot = request.leader = None
 
@@ -171,6 +183,7 @@ class Placement:
 
     def abandon(self) -> None:
         """After a failed or interrupted step: ends all owners, and frees and scrubs their slots."""
+        self.restoring.drop_all()
         for request in self.owners:
             request.finish_reason = request.finish_reason or FinishReason.ABORT
             request.slot = request.leader = None
@@ -190,6 +203,7 @@ class Placement:
         Owners keep their slots, which will not become warm, since they are no longer in the index.
         """
         self._index.clear()
+        self.restoring.drop_all()
         if self.states is not None:
             self.states.forget_all()
         for slot in self._slots.warm:
@@ -207,6 +221,7 @@ class Placement:
     def check(self) -> None:
         """Asserts that index, owners and ledger agree."""
         self._slots.check()
+        self.restoring.check()
         self._index.check()
         warm = set(self._slots.warm)
         assert warm <= self._index.slots <= warm | set(self._owners), "a warm slot is not known, or a free one is"
@@ -214,27 +229,10 @@ class Placement:
         assert self._slots.claimed - self._foreign == set(self._owners), "a claimed slot has no owner"
         for slot, request in self._owners.items():
             assert request.slot == slot, f"slot {slot} has another owner"
-            assert request.num_held == self._slots.budget.limits[slot], f"{request.request_id} and its memory"
-            length = self._slots.cache_length_of(slot)
-            has_ended = request.finish_reason is not None
-            assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
-            is_done = has_ended or request.is_yielding or request.num_pending
-            assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
-            if self._slots.states is not None and not has_ended:
-                self._slots.states.num_replayed(slot, length)  # ValueError if its state does not lead there
+            _check_owner(request, slot, self._slots)
 
     def _find(self, request: RequestState, tokens: bytes) -> Finding:
         return self._finder.find(request, tokens)
-
-    def _choose(self, finding: Finding, num_tokens: int) -> int | None:
-        """The warm slot that a request of `num_tokens` tokens takes in place; None if it gets another slot."""
-        warm, budget = self._slots.warm, self._slots.budget
-        if finding.slot not in warm:
-            return None
-        is_next_to_go = not self._slots.num_free and next(iter(warm)) == finding.slot
-        is_little_lost = warm[finding.slot] - finding.num_in_place <= _MAX_LOST_TOKENS
-        fits_beside = chunks_of(num_tokens) <= budget.num_obtainable - budget.num_warm_of(finding.slot)
-        return finding.slot if is_next_to_go or is_little_lost or not fits_beside else None
 
     def _shrink_warm(self, num_missing: int, spared: int | None) -> None:
         """Frees memory for `num_missing` tokens in warm slots, as far as they have it."""
@@ -260,6 +258,7 @@ class Placement:
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
+        self.worth.note_copy(source)
         if finding.state is not None and self.states is not None:
             self.states.take_copy(target, finding.state)
         request.reuse(num_tokens)
@@ -276,6 +275,7 @@ class Placement:
             self.states.forget(request, above=request.num_reused if request.may_allow_nothing else 0)
         if not request.num_reused or request.may_allow_nothing:
             return
+        self.restoring.forget(request)
         tokens = pack_tokens(request.token_ids[: request.num_reused])
         warm = self._slots.warm
         matches = self._index.match(tokens, request.options.cache_salt)
@@ -283,3 +283,26 @@ class Placement:
         for slot in doubtful:
             self._index.remove(slot)
             self._slots.shrink_warm(slot, 0)
+
+
+def _choose(finding: Finding, num_tokens: int, slots: SlotLedger) -> int | None:
+    """The warm slot that a request of `num_tokens` tokens takes in place; None if it gets another slot."""
+    warm, budget = slots.warm, slots.budget
+    if finding.slot not in warm:
+        return None
+    is_next_to_go = not slots.num_free and next(iter(warm)) == finding.slot
+    is_little_lost = warm[finding.slot] - finding.num_in_place <= _MAX_LOST_TOKENS
+    fits_beside = chunks_of(num_tokens) <= budget.num_obtainable - budget.num_warm_of(finding.slot)
+    return finding.slot if is_next_to_go or is_little_lost or not fits_beside else None
+
+
+def _check_owner(request: RequestState, slot: int, slots: SlotLedger) -> None:
+    """Asserts that a request and its slot agree."""
+    assert request.num_held == slots.budget.limits[slot], f"{request.request_id} and its memory"
+    length = slots.cache_length_of(slot)
+    has_ended = request.finish_reason is not None
+    assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
+    is_done = has_ended or request.is_yielding or request.num_pending
+    assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
+    if slots.states is not None and not has_ended:
+        slots.states.num_replayed(slot, length)  # ValueError if its state does not lead there

@@ -132,6 +132,8 @@ class _Progress:
     guess: Guess = NO_GUESS  # the newest one that is verified
     has_counts: bool = False  # penalties go on from what was counted of its tokens in this slot
     leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
+    reading: int | None = None  # the ticket of a saved prefix that is being read for it
+    num_restored: int = 0  # of those reused: read from disk
     # If layers have recurrent states: numbers of tokens after which its state is wanted, and at which a chunk ends, and
     # tokens at the end of its prompt that its state does not take at once.
     is_recurrent: bool = False
@@ -293,6 +295,11 @@ class RequestState(_Progress):
         if self.grammar is not None and not self.grammar.is_ready:
             return False
         return not self.num_pending or (not self.needs_newest_token and self.num_remaining > 0 and not self.is_yielding)
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns true unless it waits in its slot for what it need not compute: for a leader, or for the disk."""
+        return self.leader is None and self.reading is None
 
     @property
     def may_allow_nothing(self) -> bool:

@@ -28,6 +28,7 @@ from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.preemption import choose_last, choose_victim
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
 from chairlift.scheduler.request_queue import RequestQueue
+from chairlift.scheduler.restoring import SavedPrefixes
 from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
@@ -50,15 +51,16 @@ class Scheduler:
         max_num_running: int | None = None,
         speculation: Speculation | None = None,
         new_queue: Callable[[], RequestQueue] = FairQueue,
+        saved: SavedPrefixes | None = None,
     ) -> None:
-        """`clock`: monotonic seconds. `max_num_running` None: as many as slots. `new_queue`: decides who is next."""
+        """`clock`: monotonic seconds. `max_num_running` None: as many as slots. `saved` None: nothing is on disk."""
         self._slots = slots
         self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self.max_steps = self._max_steps_per_launch = max_steps_per_launch  # current, and maximum
         self._max_num_batched_tokens, self._clock, self._policy = max_num_batched_tokens, clock, policy
-        self.speculation, self.placement = speculation, Placement(slots, policy.enable_prefix_caching)
+        self.speculation, self.placement = speculation, Placement(slots, policy.enable_prefix_caching, saved)
         self.waiting = WaitingQueue(new_queue(), max_queue_size, policy, clock)
         self._running: dict[str, RequestState] = {}  # in the order in which they got slots
         self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet reported
@@ -104,8 +106,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
-        request = self.find(request_id)
-        if request is None:
+        if (request := self.find(request_id)) is None:
             return None
         self.waiting.remove(request_id)
         return self._end(request)
@@ -235,7 +236,7 @@ class Scheduler:
                 continue
             self.placement.place(request)
             self._running[request.request_id] = request
-            if request.leader is None:
+            if request.is_ready:
                 step.add_prompt(request)
 
     def _preempt_if_wanted(self) -> None:

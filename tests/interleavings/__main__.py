@@ -9,19 +9,20 @@ import sys
 import time
 
 from tests.interleavings.scopes import EVERYDAY, FULL, LARGE
+from tests.interleavings.scopes_of_disks import DISKS, LARGE_DISKS
 from tests.interleavings.scopes_of_states import LARGE_STATES, STATES
 from tests.interleavings.search import Counterexample, search
 
 
 def main() -> int:
-    scopes = {scope.name: scope for scope in (*EVERYDAY, *FULL, *STATES, *LARGE, *LARGE_STATES)}
+    scopes = {scope.name: scope for scope in (*EVERYDAY, *FULL, *STATES, *DISKS, *LARGE, *LARGE_STATES, *LARGE_DISKS)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scopes", nargs="*", metavar="SCOPE", help=f"one of {', '.join(scopes)}")
     parser.add_argument("--max-states", type=int, help="visit only the nearest states, so many of each scope")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.scopes if name not in scopes]:
         parser.error(f"there is no scope {unknown[0]!r}")
-    for name in arguments.scopes or [scope.name for scope in (*LARGE, *LARGE_STATES)]:
+    for name in arguments.scopes or [scope.name for scope in (*LARGE, *LARGE_STATES, *LARGE_DISKS)]:
         begin = time.process_time()
         try:
             found = search(scopes[name], arguments.max_states)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import Logprob
-from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, StepPlan
+from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, SlotLoad, StepPlan
 from chairlift.prompt_work import PromptScores
 from tests.interleavings.device_states import DeviceStates
+from tests.interleavings.disk import SavedNumbers
 from tests.interleavings.scope import (
     INVALID,
     JUNK,
@@ -73,8 +74,24 @@ class Device:
                 size = max(0, job.end - job.start)
                 require(job.end <= ledger.max_seq_len, f"a scrub beyond slot {job.slot}")
                 self.contents[job.slot][job.start : job.end] = array("q", [ZERO]) * size
+            elif isinstance(job, SlotLoad):
+                self._load(job, since)
             else:
                 self.states.perform(job, since)
+
+    def _load(self, job: SlotLoad, since: int) -> None:
+        """Writes what was read into a slot. It counts as computed now, since `World` knows when it was saved."""
+        saved = job.part.content
+        assert isinstance(saved, SavedNumbers)
+        first = job.start - job.part.start
+        require(
+            0 <= first <= job.end - job.part.start <= len(saved.numbers), f"slot {job.slot} gets more than was read"
+        )
+        numbers = saved.numbers[first : job.end - job.part.start]
+        self.contents[job.slot][job.start : job.end] = array("q", numbers)
+        self.epochs[job.slot][job.start : job.end] = array("b", [since]) * len(numbers)
+        if job.part.has_state:
+            self.states.load(job.slot, saved.numbers[-1], since)
 
     def compute(
         self, plan: StepPlan, ledger: SlotLedger, epoch: int, placed: dict[str, int], masks: Masks
@@ -119,7 +136,7 @@ class Device:
         if ledger.owed:
             return
         for slot, contents in enumerate(self.contents):
-            start = ledger.num_valid(slot)
+            start = ledger.num_loaded(slot)
             stale, size = contents[start:], len(contents) - start
             if NAN in stale:  # which nothing but a scrub or a write removes
                 contents[start:] = array("q", [NAN if number == NAN else JUNK for number in stale])

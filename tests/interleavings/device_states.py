@@ -12,8 +12,9 @@ from functools import cache
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, cut_tokens, pack_tokens
 from chairlift.cache.state_books import StateBooks
-from chairlift.plan import Job, StateCopy, StateScrub, StepPlan
+from chairlift.plan import Job, SlotLoad, StateCopy, StateScrub, StepPlan
 from chairlift.scheduler import Scheduler
+from tests.interleavings.disk import SavedNumbers
 from tests.interleavings.scope import INVALID, JUNK, NAN, ZERO, Case, Scope, first_number, next_number
 from tests.interleavings.violation import require
 
@@ -40,6 +41,10 @@ class DeviceStates:
             self.numbers[job.row] = ZERO
             if job.row < len(self.pending):
                 self.pending[job.row] = []
+
+    def load(self, row: int, number: int, epoch: int) -> None:
+        """Writes a state that was read into the row of a slot."""
+        self.numbers[row], self.epochs[row] = number, epoch
 
     def advance(self, plan: StepPlan, index: int, case: Case, new: Sequence[int], oldest: int, epoch: int) -> None:
         """Takes a row's inputs: pending ones, then the new ones but the tentative ones, which are pending from here on.
@@ -130,6 +135,9 @@ class DeviceStates:
                 numbers[job.target] = numbers[job.source]
             elif isinstance(job, StateScrub):
                 numbers[job.row] = ZERO
+            elif isinstance(job, SlotLoad) and job.part.has_state:
+                assert isinstance(job.part.content, SavedNumbers)
+                numbers[job.slot] = job.part.content.numbers[-1]
         return numbers
 
     def _after(self, number: int, token: int) -> int:

@@ -157,6 +157,9 @@ class Scope:
     num_late: int = 0
     num_crashes: int = 0
     num_ticks: int = 0  # of the clock, a second each
+    saved: tuple[tuple[tuple[int, ...], str], ...] | None = None  # on disk: tokens, and their salt; None: no disk
+    num_lost: int = 0  # readings that fail
+    num_stale: int = 0  # parts that come when nobody waits for them any more
 
     @cached_property
     def cases(self) -> dict[str, Case]:
@@ -183,6 +186,14 @@ def _number_of(tokens: Sequence[int], salt: str) -> int:
     for token in tokens:
         number = next_number(number, token)
     return number
+
+
+def numbers_of(tokens: Sequence[int], salt: str) -> list[int]:
+    """The number of each of these tokens, from the first on."""
+    numbers = [first_number(salt)]
+    for token in tokens:
+        numbers.append(next_number(numbers[-1], token))
+    return numbers[1:]
 
 
 def alone(

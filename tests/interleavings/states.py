@@ -40,6 +40,9 @@ _LEFT_OUT = {
     "_Entry": {"number"},
     # Told to observers.
     "StateReuse": {"_distances"},
+    "Restoring": {"_origins"},
+    # Told to whoever saves.
+    "SlotWorth": {"_slots", "_index", "num_releases", "_releases", "_uses"},
     # Set for good, or, in what speculation learns, without effect on oracles.
     "Scheduler": {"_clock", "_max_num_batched_tokens", "_max_num_running", "_max_steps_per_launch", "speculation"},
     # Counts for observers, and the rate at which requests start, which is told to those that are refused.
@@ -60,7 +63,7 @@ _LEFT_OUT = {
 _OF_TENANTS = {"_Level": {"_counter"}, "_Tenant": {"counter", "place"}}
 # Dictionaries that are never walked through in an order that matters.
 _UNORDERED = {
-    "SlotLedger": {"_lengths", "_in_flight"},
+    "SlotLedger": {"_lengths", "_in_flight", "_loaded"},
     "PrefixIndex": {"_entries"},
     "Placement": {"_owners"},
     "Finder": {"_owners"},

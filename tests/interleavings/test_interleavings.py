@@ -4,6 +4,7 @@ import pytest
 
 from tests.interleavings.scope import Scope
 from tests.interleavings.scopes import EVERYDAY, FULL, GUESSES, MEMORY, SALTS
+from tests.interleavings.scopes_of_disks import DISKS, SHORT, SPOILT
 from tests.interleavings.scopes_of_states import JUNCTIONS, REPLAYS, STATES, SURPLUS, WAYPOINTS
 from tests.interleavings.search import search
 
@@ -14,7 +15,7 @@ def names(scopes: tuple[Scope, ...]) -> list[str]:
     return [scope.name for scope in scopes]
 
 
-_SMALLEST = (*EVERYDAY, WAYPOINTS, SURPLUS)
+_SMALLEST = (*EVERYDAY, WAYPOINTS, SURPLUS, SHORT, SPOILT)
 
 
 @pytest.mark.parametrize("scope", _SMALLEST, ids=names(_SMALLEST))
@@ -24,7 +25,7 @@ def test_every_state_of_a_small_scope_is_sound(scope: Scope) -> None:
     assert found.longest_way <= MOST_STEPS
 
 
-_FURTHER = tuple(scope for scope in (*FULL, *STATES) if scope not in _SMALLEST)
+_FURTHER = tuple(scope for scope in (*FULL, *STATES, *DISKS) if scope not in _SMALLEST)
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_every_state_of_a_further_scope_is_sound(scope: Scope) -> None:
     assert found.longest_way <= MOST_STEPS
 
 
-_COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS)
+_COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS, SHORT)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from chairlift.prompt_work import scores_in
 from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent
 from tests.interleavings.device import NO_MEMORY, Device, Launch, Masks
 from tests.interleavings.device_states import check_junctions
+from tests.interleavings.disk import Disk
 from tests.interleavings.scope import Case, CountingGrammar, Scope
 from tests.interleavings.violation import require
 
@@ -61,6 +62,7 @@ class World:
         if scope.num_snapshots is not None:
             max_tentative = max(PROMPT_TAIL, scope.num_guessed + 1)  # as the engine does
             states = StateBooks(scope.num_slots, max_tentative, scope.num_snapshots, row_bytes=1)
+        self.disk = None if scope.saved is None else Disk(scope, saved=list(scope.saved))
         self.ledger = SlotLedger(scope.num_slots, scope.max_seq_len, scope.cache_tokens, states)
         self.scheduler = Scheduler(
             self.ledger,
@@ -71,6 +73,7 @@ class World:
             self.clock,
             scope.max_num_running,
             Speculation(scope.num_guessed) if scope.num_guessed else None,
+            saved=self.disk,
         )
         self.device = Device(scope)
         self.launches: deque[Launch] = deque()
@@ -86,6 +89,8 @@ class World:
             "late": scope.num_late,
             "crash": scope.num_crashes,
             "tick": scope.num_ticks,
+            "lose": scope.num_lost,
+            "stale": scope.num_stale,
         }
 
     @property
@@ -101,6 +106,8 @@ class World:
         for request in self.scheduler.running:
             if _is_mask_pending(request):
                 return f"mask {request.request_id}"
+        if self.disk is not None and self.disk.readings:
+            return f"read {next(iter(self.disk.readings))}"
         return STEP if self.has_work else None
 
     def actions(self) -> Iterator[str]:
@@ -119,6 +126,8 @@ class World:
         for request in self.scheduler.running:
             if _is_mask_pending(request):
                 yield f"mask {request.request_id}"
+        if self.disk is not None:
+            yield from self.disk.actions(self.left)
         yield from (verb for verb in ("forget", "tick") if self.left[verb])
         if self.left["rest"] and not self.has_work:
             yield "rest"
@@ -140,12 +149,12 @@ class World:
                 self._note([event] if event is not None else [])
             case "hold" | "resume":
                 self._hold(name, is_held=verb == "hold")
+            case "read" | "lose" | "stale":
+                self._read(verb, int(name))
             case "mask":
                 self._grammar_of(name).is_ready = True
             case "forget":
-                self._spend("forget")
-                self.scheduler.reset_prefix_cache()
-                self.epoch += 1
+                self._forget()
             case "tick":
                 self._spend("tick")
                 self.clock.now += 1.0
@@ -182,6 +191,24 @@ class World:
         self.device.states.check(self.ledger, index, owners, is_in_flight=bool(self.launches))
         if not self.has_work:
             require(not self.ledger.claimed, "a slot is claimed, and there is no work")
+
+    def _forget(self) -> None:
+        self._spend("forget")
+        self.scheduler.reset_prefix_cache()
+        self.epoch += 1
+        if self.disk is not None:
+            self.disk.forget_all()
+
+    def _read(self, verb: str, ticket: int) -> None:
+        """A part of a saved prefix comes, or is lost, or comes when nobody waits for it any more."""
+        assert self.disk is not None
+        if verb != "read":
+            self._spend(verb)
+        num_owed, begun = len(self.ledger.owed), self.disk.epoch_of(ticket)
+        self.scheduler.placement.restoring.take(self.disk.take(verb, ticket))
+        is_used = len(self.ledger.owed) > num_owed
+        require(not is_used or verb == "read", f"reading {ticket} is used, though nobody waits for it")
+        require(not is_used or begun == self.epoch, f"reading {ticket} is used, though it was forgotten")
 
     def _arrivals(self) -> Iterator[str]:
         coming = [f"add {name}" for name, client in self.clients.items() if not client.is_here]

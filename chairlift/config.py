@@ -191,6 +191,13 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = Field(
         True, description="reuse the keys and values of earlier prompts that begin with the same tokens"
     )
+    prefix_cache_dir: str | None = Field(
+        None,
+        description="directory in which prompts are saved, unencrypted, to be found after a restart; unset: none",
+    )
+    prefix_cache_bytes: Size = Field(
+        10 * 10**9, description="what prefix_cache_dir may take, as in 10GB; the prompts not used for longest go first"
+    )
 
     # Scheduling
     max_num_batched_tokens: Count | Auto = Field(

@@ -50,8 +50,13 @@ async def serve_api(
     listener: Listener,
     catch: Callable[[Handlers], AbstractContextManager[None]],
     note_start: Callable[[], object],
+    *,
+    saves_prompts: bool = True,
 ) -> int:
-    """As `serve`. `catch` installs signal handlers; `note_start` is called when requests are served."""
+    """As `serve`. `catch` installs signal handlers; `note_start` is called when requests are served.
+
+    `saves_prompts`: at the end, if there is a `prefix_cache_dir`; false where others still use the engine.
+    """
     runner = make_runner(api)
     stop, hurry = asyncio.Event(), asyncio.Event()
     was_cut_short = False
@@ -64,7 +69,11 @@ async def serve_api(
             api.leave()
             await _delay(llm, config.drain_delay, hurry)
             api.drain()
+            begin = asyncio.get_running_loop().time()
             was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)
+            if saves_prompts:
+                left_s = begin + config.drain_timeout - asyncio.get_running_loop().time()
+                await save_prompts(llm, left_s, hurry)
     finally:
         await llm.close()
         await runner.cleanup()
@@ -175,6 +184,19 @@ async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.E
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_idle(api), _LAST_CHUNK_S)
     return True
+
+
+async def save_prompts(llm: AsyncLLM, timeout_s: float, hurry: asyncio.Event) -> None:
+    """Saves what is warm to disk, if the configuration says where, for so long at most."""
+    if llm.config.prefix_cache_dir is None or llm.death is not None:
+        return
+    saving = asyncio.ensure_future(llm.until_saved())
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(first_of(asyncio.wait([saving]), hurry.wait(), llm.died.wait()), max(0.0, timeout_s))
+    if not saving.done():
+        logger.info("not all prompts were saved in time")
+        saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
 
 
 async def _idle(api: Api) -> None:

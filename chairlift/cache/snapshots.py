@@ -60,6 +60,17 @@ class Snapshots:
             found |= {row for row in prefix.slots - found if self._lengths[row] <= prefix.num_tokens}
         return len(found)
 
+    def lengths(self, tokens: bytes, salt: str) -> set[int]:
+        """Returns how many of these tokens each state has taken that has taken nothing else; waypoints are left out."""
+        found = set[int]()
+        for prefix in self._index.match(tokens, salt):
+            found |= {
+                self._lengths[row]
+                for row in prefix.slots
+                if self._lengths[row] <= prefix.num_tokens and row not in self._waypoints
+            }
+        return found
+
     def use(self, row: int) -> None:
         """Records that a prompt goes on from the state in this row."""
         self._lengths[row] = self._lengths.pop(row)

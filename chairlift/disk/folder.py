@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from chairlift.disk.entry import SCRATCH, Bytes, Damaged, Label, read_entry, write_entry
+from chairlift.disk.entry import HEADER_BYTES, SCRATCH, Bytes, Damaged, Label, read_entry, write_entry
 from chairlift.disk.keys import SEGMENT_TOKENS, KeyMaker, PrefixKeys
 from chairlift.disk.root import SECRET_BYTES, PrefixRoot, files_of
 
@@ -123,10 +123,11 @@ class PrefixFolder:
     def write(self, item: Item, content: Sequence[Bytes], used_ns: int) -> int:
         """Writes a file and returns its size; evicts others if need be. OSError if there is no room, or it fails."""
         num_bytes = sum(len(memoryview(part).cast("B")) for part in content)
-        if num_bytes > self._max_bytes:
+        room = self._max_bytes - HEADER_BYTES - num_bytes
+        if room < 0:
             raise OSError(errno.ENOSPC, f"prefix_cache_bytes is below the {num_bytes} bytes of one file")
-        if self._num_foreign_bytes + self.num_bytes + num_bytes > self._max_bytes:
-            self.evict(self._max_bytes - num_bytes)
+        if self._num_foreign_bytes + self.num_bytes > room:
+            self.evict(room)
         path = self.path / item.name
         try:
             size = write_entry(path, self._label(item, num_bytes), content, self._secret)

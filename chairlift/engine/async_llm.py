@@ -34,6 +34,7 @@ from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, Sam
 logger = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 0.01
+_SAVE_POLL_S = 0.02
 
 _Result = TypeVar("_Result")
 
@@ -199,6 +200,11 @@ class AsyncLLM(AsyncPrompts):
     async def reset_prefix_cache(self) -> None:
         """Forgets all prompts, so that later requests reuse nothing. Raises `EngineClosed` or `EngineDead`."""
         await self._call(EngineCore.reset_prefix_cache)
+
+    async def until_saved(self) -> None:
+        """Returns when nothing runs, and all that is worth it is on disk. Raises `EngineClosed` or `EngineDead`."""
+        while self.config.prefix_cache_dir is not None and not await self._call(EngineCore.has_saved_all):
+            await asyncio.sleep(_SAVE_POLL_S)
 
     def read_stats(self) -> EngineStats:
         """Returns what the engine has done so far, also if it hangs, is dead or was closed."""

@@ -20,11 +20,15 @@ from chairlift.engine.journal import EngineStats, Journal, Snapshot
 from chairlift.engine.parallel import Leader
 from chairlift.engine.parts import DEFAULT_PARTS, Parts
 from chairlift.engine.ranks import Ranks
+from chairlift.engine.saved import open_store
+from chairlift.plan import StepPlan
 from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 _GRAMMAR_POLL_S = 0.001
+_READ_POLL_S = 0.005  # what is read ends the wait, new requests do not
+_SAVE_PATIENCE_S = 0.1
 
 
 class EngineCore:
@@ -38,6 +42,7 @@ class EngineCore:
         self.config, self.cache, self.vocab_size = executor.config, executor.cache, executor.vocab_size
         self.executor, self._pacing = executor, executor.pacing
         self._computer = self.ranks.lead(executor.runner)
+        self._saved = open_store(checkpoint, self.config, self.cache, self.clock)
         ahead = self._pacing.num_launches_ahead
         assert not (config.speculation and ahead), "guesses need the tokens of the launch before"
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
@@ -56,9 +61,10 @@ class EngineCore:
             self.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
+            saved=self._saved,
         )
         self._is_steps_auto = config.max_steps_per_launch == "auto"
-        self._journal = Journal(self.scheduler)
+        self._journal = Journal(self.scheduler, saved=self._saved)
         ready = self.config
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
@@ -105,6 +111,8 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
         if self._speculation is not None:
             self._speculation.answers.forget()
+        if self._saved is not None:
+            self._saved.reset()
         self._journal.look_around()
 
     def use_idle_time(self) -> bool:
@@ -126,13 +134,14 @@ class EngineCore:
         Must only be called while there is work. If it raises, all requests that had a slot are dropped.
         """
         try:
+            self._take_saved()
             events = self._noted(self.scheduler.expire())
             if self._launch_next() and len(self._launches) <= self._pacing.num_launches_ahead:
                 return events
             if self._launches:
                 return events + self._finish(self._launches[0])
-            if not events:  # all rows wait for masks, which take milliseconds
-                time.sleep(_GRAMMAR_POLL_S)
+            if not events:  # all rows wait for masks or for the disk, which take milliseconds
+                self._pause()
             return events
         except BaseException as error:  # also an interrupt
             self._launches.clear()
@@ -140,6 +149,51 @@ class EngineCore:
             self._journal.look_around()
             self.ranks.give_up(error)
             raise
+
+    def save_next(self, patience_s: float = 0.0) -> bool:
+        """Copies a piece of a warm slot, to be written to disk. Must be called between two steps.
+
+        Returns True if there is more to do, and nothing else. `patience_s`: how long this may wait for the disk.
+        """
+        if self._saved is None or self.has_work:
+            return False
+        self._settle()
+        return self._saved.save_next(self.scheduler.placement, patience_s)
+
+    def has_saved_all(self) -> bool:
+        """Returns true if everything that is worth saving is on disk, or will not get there."""
+        return self._saved is None or not (self.has_work or self.save_next() or not self._saved.finish_writing(0.0))
+
+    def close(self, save_s: float = 0.0) -> None:
+        """Ends what works for the engine. `save_s`: how long warm slots may be saved before."""
+        if self._saved is not None:
+            deadline = time.monotonic() + save_s
+            while time.monotonic() < deadline and self.save_next(_SAVE_PATIENCE_S):
+                pass
+            self._saved.finish_writing(max(0.0, deadline - time.monotonic()))
+            self._saved.stop()
+        self.ranks.close()
+
+    def _pause(self) -> None:
+        if self._saved is not None and self._saved.is_reading:
+            self._saved.wait(_READ_POLL_S)
+        else:
+            time.sleep(_GRAMMAR_POLL_S)
+
+    def _take_saved(self) -> None:
+        """Writes what was read from disk into the slots of those who wait for it."""
+        if self._saved is not None:
+            for part in self._saved.take():
+                self.scheduler.placement.restoring.take(part)
+
+    def _note_costs(self, plan: StepPlan, seconds: float) -> None:
+        """Learns what prompts cost, and saves something if the disk has been given no work for long enough."""
+        if self._saved is not None:
+            num_prompt_tokens = 0 if plan.num_decode_rows else sum(plan.num_new_tokens)
+            self._saved.note_computed(num_prompt_tokens, seconds)
+            if self._saved.can_save_beside(self.scheduler.placement):
+                self._settle()
+                self._saved.save_next(self.scheduler.placement)
 
     def _launch_next(self) -> bool:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
@@ -162,7 +216,9 @@ class EngineCore:
         if self._is_steps_auto and launch.plan.is_decode:
             most = self.config.max_steps_per_launch
             self.scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)
-        return self._noted(events)
+        noted = self._noted(events)
+        self._note_costs(launch.plan, seconds)
+        return noted
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Scrubs released slots, so that they hold no NaN from here on, and records the events."""

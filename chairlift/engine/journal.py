@@ -19,11 +19,13 @@ from itertools import accumulate, islice
 from typing import Protocol, Self
 
 from chairlift.cache.budget import CacheUse
+from chairlift.engine.saved.costs import SavedCounts
 from chairlift.params import FinishReason, RequestTimes
 from chairlift.plan import StepPlan
 from chairlift.scheduler import RequestState, Scheduler, TokenEvent
 
 NO_MEMORY = CacheUse()
+NOTHING_SAVED = SavedCounts()
 
 MAX_LAUNCHES_SHOWN = 128
 """Launches in a snapshot: more than fit between two snapshots of an engine whose steps take a millisecond."""
@@ -59,6 +61,7 @@ class SlotSnapshot:
     num_tokens: int = 0  # prompt and generated
     num_held: int = 0  # tokens that it has memory for
     num_accepted: int = 0  # generated tokens that were guessed rightly, see docs/speculation.md
+    num_restored: int = 0  # tokens that it had when it was last filled from disk
     num_states: int = 0  # recurrent states that are kept of its tokens, see docs/decisions/19-recurrent-state.md
 
 
@@ -114,6 +117,13 @@ class Snapshot:
     launches: tuple[LaunchRecord, ...]  # the newest `MAX_LAUNCHES_SHOWN` of them, oldest first
     totals: Totals
     cache: CacheUse = NO_MEMORY
+
+
+class SavedSource(Protocol):
+    """Offers counts of saved prefixes, from any thread."""
+
+    @property
+    def counts(self) -> SavedCounts: ...
 
 
 class SnapshotSource(Protocol):
@@ -202,6 +212,7 @@ class EngineStats:
     cache: CacheUse = NO_MEMORY
     accepted_at: tuple[int, ...] = ()  # accepted tokens by their place in a guess
     num_snapshot_bytes: int = 0  # of recurrent states that are kept for later prompts
+    saved: SavedCounts = NOTHING_SAVED
     # By prompt that a slot held some of: tokens of these that were computed again, to get from a state to their end.
     state_distances: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNTS))
 
@@ -213,8 +224,14 @@ class EngineStats:
 class Journal:
     """The counts of one engine. Belongs to the engine's thread, except for `read_stats`."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: the scheduler's, which also measures when launches begin."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        saved: SavedSource | None = None,
+    ) -> None:
+        """`clock`: the scheduler's, which also measures when launches begin. `saved`: None if nothing is."""
+        self._saved = saved
         self._scheduler = scheduler
         self._clock = clock
         self._lock = threading.Lock()  # for what `read_stats` reads
@@ -270,6 +287,8 @@ class Journal:
         """The counts so far. From any thread, at any time."""
         with self._lock:
             self._stats.time = self._clock() - self._start
+            if self._saved is not None:
+                self._stats.saved = self._saved.counts
             return deepcopy(self._stats)
 
     def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
@@ -281,6 +300,9 @@ class Journal:
         for request in self._scheduler.running:
             if request.slot is not None:
                 slots[request.slot] = _slot(request)
+        restoring = self._scheduler.placement.restoring
+        for slot, num_tokens in restoring.origins.items():
+            slots[slot] = replace(slots[slot], num_restored=min(num_tokens, slots[slot].num_computed))
         for slot, num_states in self._scheduler.placement.count_kept_states().items():
             slots[slot] = replace(slots[slot], num_states=num_states)
         return Snapshot(

@@ -23,6 +23,8 @@ from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, Sam
 from chairlift.prompt_work import PromptTask
 
 _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
+_SAVE_S = 10.0  # to save prompts, when the engine is closed
+_SAVE_PATIENCE_S = 0.05  # to wait for the disk, while calls wait
 
 _Each = TypeVar("_Each", SamplingParams, RequestOptions)
 
@@ -161,13 +163,16 @@ class LLM:
             self._usable_core().reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees the memory. Later calls raise `EngineClosed`. Does nothing in a forked process."""
+        """Saves prompts if there is a `prefix_cache_dir`, and frees the memory. Later calls raise `EngineClosed`.
+
+        Does nothing in a forked process.
+        """
         if not self._home.is_here:
             return
         with self._lock:
             self._stop_idle_timer()
             if self._core is not None:
-                self._core.ranks.close()
+                self._core.close(0.0 if self._failure is not None else _SAVE_S)
             self._core = None
             self.inputs.grammars.close()
 
@@ -245,11 +250,13 @@ class LLM:
 
 def _use_idle_time(of: "ref[LLM]") -> None:
     """Runs in a thread of its own. The weak reference does not keep the `LLM` alive."""
-    llm = of()
-    if llm is not None:
-        with llm._lock:
-            if llm._core is not None:
+    while (llm := of()) is not None:
+        with llm._lock:  # a piece at a time, so that a call need not wait for long
+            if llm._core is None:
+                return
+            if not llm._core.save_next(_SAVE_PATIENCE_S):
                 llm._core.use_idle_time()
+                return
 
 
 def _one_per_prompt(given: _Each | Sequence[_Each] | None, num_prompts: int, name: str) -> Sequence[_Each | None]:

@@ -30,6 +30,7 @@ MAX_STEPS_AHEAD = 8
 """At this number of steps whose news a reader has not taken, nothing more is computed for it."""
 
 _JOIN_TIMEOUT_S = 10.0
+_SAVE_PATIENCE_S = 0.002  # at rest, for which a new command may have to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class LocalEngine:
             else:
                 self._thread = self.subscription = None
                 self._subscriptions.clear()  # and with them references to the readers, to free the memory at once
-        await asyncio.to_thread(self.core.ranks.close)
+        await asyncio.to_thread(self.core.close)
 
     def _run(self) -> None:
         try:
@@ -290,6 +291,9 @@ class LocalEngine:
     def _wait(self) -> tuple[Subscription, Command]:
         self._is_waiting = True
         try:
+            while self.core.save_next(_SAVE_PATIENCE_S):
+                if not self._inbox.empty():
+                    break
             return self._inbox.get(timeout=self.core.idle_after)
         except Empty:
             while self.core.use_idle_time() and self._inbox.empty():

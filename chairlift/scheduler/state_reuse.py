@@ -75,6 +75,20 @@ class StateReuse:
         states = self._states
         return min(states.reach(slot), num_matched) if states.position(slot) <= num_matched else 0
 
+    def positions(self, slot: int, tokens: bytes, salt: str) -> list[int]:
+        """Lists how many of these tokens, those of a warm slot, the states have taken that are worth saving."""
+        kept = self._states.snapshots.lengths(tokens, salt)
+        own = self._states.position(slot)
+        return sorted(kept | ({own} if own else set()))
+
+    def row_after(self, slot: int, tokens: bytes, salt: str) -> int | None:
+        """Finds the row of the state that has taken exactly these tokens of a warm slot; None if there is none."""
+        num_tokens = count_tokens(tokens)
+        if self._states.position(slot) == num_tokens:
+            return slot
+        kept = self._states.snapshots.find(tokens, salt, num_tokens)
+        return kept.row if kept is not None and kept.num_tokens == num_tokens else None
+
     def begin(self, request: RequestState) -> None:
         """Prepares a request that has just got its slot."""
         num_tokens = len(request.token_ids)

@@ -22,6 +22,7 @@ from chairlift.api.server import (
     catch_signals,
     first_of,
     reporting,
+    save_prompts,
     short_pauses,
 )
 from chairlift.api.store import ReplyStore
@@ -148,6 +149,7 @@ class Crew:
         self._past = Counts()  # of workers that have ended
         self._num_ready = 0
         self._is_leaving, self._is_hurried = asyncio.Event(), asyncio.Event()
+        self._left_at = 0.0  # when the first signal came, and the delay of the drain is over
 
     async def serve(self) -> int:
         self._listener.let_share()
@@ -156,6 +158,8 @@ class Crew:
             beside = [asyncio.create_task(each) for each in (self._tell_death(), self._limit_the_end())]
             try:
                 codes = await asyncio.gather(*keeping)
+                left_s = self._left_at + self._config.drain_timeout - time.monotonic()
+                await save_prompts(self._llm, left_s, self._is_hurried)
             finally:
                 for task in keeping + beside:
                     task.cancel()
@@ -283,6 +287,8 @@ class Crew:
 
         def hand_on(number: int) -> None:
             if number != signal.SIGHUP:
+                if not self._is_leaving.is_set():
+                    self._left_at = time.monotonic() + self._config.drain_delay
                 (self._is_hurried if self._is_leaving.is_set() else self._is_leaving).set()
             for worker in self._workers:
                 worker.connection.ask("signal", number)

@@ -144,7 +144,8 @@ async def _serve(parent: socket.socket, welcome: Welcome) -> int:
     engine.offer("counts", lambda: api.service.counts)
     watching = asyncio.create_task(engine.watch(welcome.config.worker_timeout), name="chairlift-engine-watch")
     with Listener(welcome.config, is_shared=True) as listener:
-        code = await serve_api(api, llm, welcome.config, listener, signals.catch, partial(engine.ask, "ready"))
+        note_start = partial(engine.ask, "ready")
+        code = await serve_api(api, llm, welcome.config, listener, signals.catch, note_start, saves_prompts=False)
     watching.cancel()
     with contextlib.suppress(EngineClosed):
         await engine.ask("bye", code)

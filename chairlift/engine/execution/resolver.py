@@ -61,10 +61,7 @@ def resolve(
     `grouped`: the size of the checkpoint's weights that are stored in quantized groups. The cpu backend, and kernels on
     a GPU, multiply these as they are, unless float32 is requested, whose precision they do not have.
     """
-    if config.quantization is not None and grouped is not None:
-        raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
-    if config.batch_invariant and machine.is_gpu:
-        raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
+    _refuse_contradictions(config, machine, grouped)
 
     def choose_backend(dtype: DType) -> _Backend:
         return _resolve_backend(
@@ -107,6 +104,15 @@ def resolve(
     resolved = ResolvedConfig.model_validate({**config.model_dump(), **decided})
     resolved, free_bytes = _fit_tables(config, resolved, model, machine.free_bytes - weight_bytes)
     return fit_slots(config, resolved, model, free_bytes)
+
+
+def _refuse_contradictions(config: EngineConfig, machine: MachineFacts, grouped: GroupedSize | None) -> None:
+    if config.quantization is not None and grouped is not None:
+        raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
+    if config.prefix_cache_dir is not None and not config.enable_prefix_caching:
+        raise ConfigurationError("prefix_cache_dir needs enable_prefix_caching; leave one of the two out")
+    if config.batch_invariant and machine.is_gpu:
+        raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
 
 
 def _weigh(num_parameters: int, format: DType | Quantization, kept: GroupedSize | None, is_native: bool) -> int:
@@ -165,6 +171,8 @@ def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -
     size = config.tensor_parallel_size
     if config.quantization is not None:
         raise ConfigurationError("quantization works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.prefix_cache_dir is not None:
+        raise ConfigurationError("prefix_cache_dir works with tensor_parallel_size 1 only; leave one of the two out")
     if config.attention_backend is AttentionBackend.CPU:
         raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
     if obstacle is not None:

@@ -6,6 +6,6 @@
 
 from chairlift.models.cpu.build import CpuKernelsUnavailable
 from chairlift.models.cpu.decoder import CpuDecoder, find_obstacle
-from chairlift.models.cpu.library import load_library
+from chairlift.models.cpu.library import load_library, name_kernels
 
-__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library"]
+__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library", "name_kernels"]

@@ -5,11 +5,21 @@ import functools
 import logging
 import platform
 
-from chairlift.models.cpu.build import TOOLCHAIN, CpuKernelsUnavailable, Toolchain, instruction_sets, open_library
+from chairlift.models.cpu.build import (
+    TOOLCHAIN,
+    CpuKernelsUnavailable,
+    InstructionSet,
+    Toolchain,
+    file_name,
+    instruction_sets,
+    open_library,
+)
 from chairlift.models.cpu.processor import find_drawback, usable_instruction_sets, wanted_level
 from chairlift.models.cpu.structures import start
 
 logger = logging.getLogger(__name__)
+
+_INSTRUCTION_SET = "instruction_set"  # the attribute of a library that says what it was compiled for
 
 
 @functools.cache
@@ -31,6 +41,13 @@ def load_library(isa: str | None, toolchain: Toolchain = TOOLCHAIN) -> ctypes.CD
         problem = start(library)
         if problem is None:
             logger.info("CPU kernels: %s", name)
+            vars(library)[_INSTRUCTION_SET] = by_name[name]
             return library
         logger.warning("the kernels for %s cannot be used: %s", name, problem)
     raise CpuKernelsUnavailable(f"no kernels can be used: {problem}")
+
+
+def name_kernels() -> str:
+    """Names the kernels that this machine uses: their instruction set, and a digest of their source and flags."""
+    instruction_set: InstructionSet = vars(load_library(None))[_INSTRUCTION_SET]
+    return file_name(instruction_set)

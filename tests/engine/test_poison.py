@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from chairlift.models import load_forward
 from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
-from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
+from tests.engine import support
+from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, state_of, tokens_of
 from tests.support.engines import WrappedForward, ahead
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
@@ -30,6 +32,7 @@ def greedy(**changes: Any) -> SamplingParams:
 AVOIDING = greedy(logit_bias={POISON: -100.0})  # so that a sound request never says it
 SAYING_IT = greedy(logit_bias={POISON: 100.0})
 SCORED = AVOIDING.model_copy(update={"logprobs": 3})
+make_llm = partial(support.make_llm, attention_backend="torch")  # whose weights are where `poisoned` finds them
 NUMS_AHEAD = [0, pytest.param(1, marks=pytest.mark.slow), 2]
 
 

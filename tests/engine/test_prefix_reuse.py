@@ -152,7 +152,7 @@ async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
 
 
 def test_what_may_be_no_numbers_is_not_reused(tiny: str) -> None:
-    with make_llm(tiny) as llm:
+    with make_llm(tiny, attention_backend="torch") as llm:
         expected = tokens_of(llm.generate([SYSTEM], GREEDY))
         with poisoned(llm):
             llm.generate([SYSTEM], GREEDY)

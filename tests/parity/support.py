@@ -8,6 +8,7 @@ from chairlift.config import DType
 from chairlift.models import InvariantForward, PiecewiseForward, load_model, open_checkpoint
 from chairlift.models.attention import Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.cpu import CpuDecoder
 from tests.support.checkpoints import make_checkpoint
 from tests.support.forward_bench import SLOT_LEN, Bench
 
@@ -33,3 +34,9 @@ def bench(path: Path, *, is_invariant: bool = False) -> Bench:
     model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
     forward: Forward = PiecewiseForward(model, TorchBackend(model.config.attention))
     return Bench(model.config, model.dtype, InvariantForward(model) if is_invariant else forward)
+
+
+def native_bench(path: Path) -> Bench:
+    """The forward in native code, in float32."""
+    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
+    return Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN))

@@ -11,10 +11,11 @@ from chairlift import LLM
 from chairlift.config import DType
 from chairlift.models import open_checkpoint
 from tests.models.support import edit, read_config, refusal, write_config
-from tests.parity.support import Checkpoints, bench
+from tests.parity.support import Checkpoints, bench, native_bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import random_prompts
 from tests.support.forward_bench import SLOT_LEN, Row, logits_of, steps_around
+from tests.support.kernels import needs_kernels
 
 WINDOW = 24  # tokens, of sequences of more than twice as many
 KINDS = ["sliding_attention", "full_attention"]
@@ -67,28 +68,35 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemmas")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path, name: str) -> None:
+# Native code lacks the streams of Gemma 3n.
+NATIVE = [pytest.param(name, "cpu", marks=needs_kernels) for name in MODELS if name != "gemma 3n"]
+of_every_model = pytest.mark.parametrize(("name", "backend"), [*((name, "torch") for name in MODELS), *NATIVE])
+
+
+@of_every_model
+def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path, name: str, backend: str) -> None:
     path, reference = checkpoint(directory, name)
     (tokens,) = random_prompts(4, [100])
     steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 98, 99])
-    assert_near(logits_of(bench(path), steps), reference_logits(reference, tokens))
+    ours = logits_of(bench(path) if backend == "torch" else native_bench(path), steps)
+    assert_near(ours, reference_logits(reference, tokens))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, name: str) -> None:
+@of_every_model
+def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, name: str, backend: str) -> None:
     path, reference = checkpoint(directory, name)
     first, second, third, shared = random_prompts(6, [3, 40, 17, 50])
     prompts = [first, shared + second, shared + third]
     engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "max_steps_per_launch": 3}
-    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **engine) as llm:
+    with LLM(str(path), attention_backend=backend, max_seq_len=SLOT_LEN, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
 
 
-def test_answers_are_those_of_transformers_with_guesses(directory: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_kernels)])
+def test_answers_are_those_of_transformers_with_guesses(directory: Path, backend: str) -> None:
     path, reference = checkpoint(directory, "gemma 4 E2B")
     prompts, speculation = random_prompts(6, [3, 40]), {"batch_invariant": True, "speculation": "ngram"}
-    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **speculation) as llm:
+    with LLM(str(path), attention_backend=backend, max_seq_len=SLOT_LEN, **speculation) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
 

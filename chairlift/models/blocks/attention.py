@@ -68,9 +68,10 @@ class AttentionBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has no queries that grow, and all keys and values apart."""
-        has_own_keys = self.source is None and not self.are_keys_values and not self.has_value_norm
-        return "attention" if self.growth is None and self.input_scale != 0.0 and has_own_keys else None
+        """Names its structure in native code, which has no queries that grow, and gates beside own values only."""
+        is_unknown = self.growth is not None or self.input_scale == 0.0
+        has_own_values = self.source is None and not self.are_keys_values
+        return None if is_unknown or (self.has_output_gate and not has_own_values) else "attention"
 
     @property
     def num_projected_heads(self) -> int:
@@ -211,24 +212,18 @@ class SelfAttention(BlockModule):
     def pack(self, packer: Packer) -> dict[str, object]:
         block, place = self.block, packer.place(self.layer_idx)
         rotation = None if self._table is None else packer.rotation(self._table)
-        arrange = partial(
-            arrange_heads,
-            num_heads=self.num_heads + self.num_kv_heads,
-            head_dim=self.head_dim,
-            num_rotated=self.head_dim if rotation is None else rotation.num_rotated,
-            lanes=packer.lanes,
-        )
+        order = head_order(self.head_dim, self.head_dim if rotation is None else rotation.num_rotated, packer.lanes)
+        arrange = partial(arrange_heads, num_heads=self.num_heads + self._num_new, order=order)
+        num_value_rows = self._num_new * self.head_dim
+        are_both = block.are_keys_values and block.source is None
+        are_keys_values = are_both and is_ascending(order)  # keys in another order are no values
 
         def arrange_all(rows: torch.Tensor) -> torch.Tensor:
-            return arrange(part_gates(rows, self.num_heads, self.head_dim) if block.has_output_gate else rows)
+            arranged = arrange(part_gates(rows, self.num_heads, self.head_dim) if block.has_output_gate else rows)
+            return arranged if are_keys_values or not are_both else torch.cat((arranged, rows[-num_value_rows:]))
 
         return {
-            "qkv": packer.matrix(
-                self.qkv_proj,
-                arrange_all,
-                num_exact=self.num_kv_heads * self.head_dim,
-                input_scale=block.input_scale,
-            ),
+            "qkv": packer.matrix(self.qkv_proj, arrange_all, num_exact=num_value_rows, input_scale=block.input_scale),
             "out": packer.matrix(self.o_proj),
             "query_norm": packer.norm(self.q_norm, arrange),
             "key_norm": packer.norm(self.k_norm, arrange),
@@ -240,6 +235,9 @@ class SelfAttention(BlockModule):
             "window": min(block.window or _ALL_KEYS, _ALL_KEYS),
             "are_heads_normed_as_one": block.qk_norm is QKNorm.ALL_HEADS,
             "has_output_gate": block.has_output_gate,
+            "has_value_norm": block.has_value_norm,
+            "are_keys_values": are_keys_values,
+            "is_query_only": block.source is not None,
             "group": place.group,
             "plane": place.plane,
             "scale": block.scale,
@@ -257,14 +255,18 @@ def part_gates(rows: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tenso
     return rows[torch.cat((pairs[::2], keys, pairs[1::2], values)).flatten()]
 
 
-def arrange_heads(rows: torch.Tensor, *, num_heads: int, head_dim: int, num_rotated: int, lanes: int) -> torch.Tensor:
-    """`[n * head_dim, ...]`: reorders the first `num_heads` heads, if there are so many, as the native code rotates."""
-    order = head_order(head_dim, num_rotated, lanes)
-    if torch.equal(order, torch.arange(head_dim)):
+def arrange_heads(rows: torch.Tensor, *, num_heads: int, order: torch.Tensor) -> torch.Tensor:
+    """`[n * head_dim, ...]`: puts the first `num_heads` heads, if there are so many, into that order of elements."""
+    if is_ascending(order):
         return rows
-    indices = torch.arange(len(rows)).view(-1, head_dim)
+    indices = torch.arange(len(rows)).view(-1, len(order))
     indices[:num_heads] = indices[:num_heads, order]
     return rows[indices.flatten()]
+
+
+def is_ascending(order: torch.Tensor) -> bool:
+    """Returns true if the elements of a head are in their first order."""
+    return torch.equal(order, torch.arange(len(order)))
 
 
 def head_order(head_dim: int, num_rotated: int, lanes: int) -> torch.Tensor:

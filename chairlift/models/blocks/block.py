@@ -120,6 +120,11 @@ class BlockModule(nn.Module):
         """Its first and last products. A block that names them heeds `Pass.norm` and `Pass.residual` in these."""
         return Edges()
 
+    @property
+    def own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of its input and of its output that it applies itself; None: those around it are the layer's."""
+        return None
+
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`, which the layer adds to its input."""
         raise NotImplementedError
@@ -184,10 +189,11 @@ class Packer(Protocol):
         arrange: Arrange = ...,
         *,
         is_exact: bool = False,
+        is_plain: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Any:
-        """`is_exact`: it is never rounded here.
+        """`is_exact`: it is never rounded here. `is_plain`: nor is it in groups; one that is is widened.
 
         `num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here.
         `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.

@@ -49,8 +49,8 @@ class ExpertsBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code."""
-        return "experts"
+        """Names its structure in native code, which scales no logits."""
+        return "experts" if self.router.logit_scale == 1.0 else None
 
     def make(
         self,
@@ -163,7 +163,7 @@ class Experts(BlockModule):
         clamped = block.activation if isinstance(block.activation, ClampedSwiGLU) else ClampedSwiGLU(0.0, 0.0)
         arrange = partial(pad_each, count=router.num_experts, lanes=packer.lanes)
         return {
-            "router": packer.matrix(self.router, is_exact=True),
+            "router": packer.matrix(self.router, is_exact=True, is_plain=self.own_norms is not None),
             **{name: packer.matrix(getattr(self, f"{name}_proj"), arrange) for name in ("gate", "up", "down")},
             "choice_bias": None if self.choice_bias is None else packer.vector(self.choice_bias),
             "num_experts": router.num_experts,

@@ -96,7 +96,9 @@ class PackedSublayer(NamedTuple):
     blocks: list[PackedBlock]
     pre_norm: int | None
     post_norm: int | None
-    scale: float  # of the tokens after it
+    scale: float = 1.0  # of the tokens after it
+    sum_norm: int | None = None
+    is_continued: bool = False  # see csrc/model.h
 
 
 @dataclass(slots=True)
@@ -182,17 +184,23 @@ class DecoderLayer(nn.Module):
         return found
 
     def pack(self, packer: Packer) -> list[PackedSublayer]:
-        """Takes the weights out, role by role."""
-        last = 1.0 if self.layer_scalar is None else self.layer_scalar.item()
-        return [
-            PackedSublayer(
-                [PackedBlock(block.native, module.pack(packer)) for block, module in each.blocks],
-                packer.norm(each.pre),
-                packer.norm(each.post),
-                last if each is self._blocks[-1] else 1.0,
-            )
-            for each in self._blocks
-        ]
+        """Takes the weights out, role by role, or block by block if these have norms of their own."""
+        packed = []
+        for each in self._blocks:
+            own = [module.own_norms for _, module in each.blocks]
+            blocks = [PackedBlock(block.native, module.pack(packer)) for block, module in each.blocks]
+            pre_norm, post_norm = packer.norm(each.pre), packer.norm(each.post)
+            if own[0] is None:
+                packed.append(PackedSublayer(blocks, pre_norm, post_norm))
+                continue
+            for block, norms in zip(blocks, own, strict=True):
+                assert norms is not None, "blocks side by side have norms of their own, or none has"
+                before, behind = norms
+                packed.append(PackedSublayer([block], packer.norm(before), packer.norm(behind), is_continued=True))
+            packed[-1] = packed[-1]._replace(sum_norm=post_norm, is_continued=False)
+        if self.layer_scalar is not None:
+            packed[-1] = packed[-1]._replace(scale=self.layer_scalar.item())
+        return packed
 
     def _leave(self, norm: RMSNorm | None, delta: torch.Tensor) -> torch.Tensor:
         delta = delta if norm is None else norm(delta)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from chairlift.models.blocks.block import Edges, Packer, Part, Pass, Weight
 from chairlift.models.blocks.dense_mlp import DenseMLPBlock, GatedMLP
@@ -24,11 +25,6 @@ class ParallelMLPBlock(DenseMLPBlock):
     """A `Block`: the dense MLP."""
 
     role: ClassVar[str] = _ROLE
-
-    @property
-    def native(self) -> None:
-        """None: the native code has no norms within a sublayer."""
-        return None
 
     def make(
         self,
@@ -52,10 +48,15 @@ class ParallelExpertsBlock(ExpertsBlock):
 
     role: ClassVar[str] = _ROLE
 
+    def __post_init__(self) -> None:
+        ExpertsBlock.__post_init__(self)
+        if self.router.has_bias or self.router.has_choice_bias:
+            raise ValueError("a router that scales what it reads has no biases here")
+
     @property
-    def native(self) -> None:
-        """None: the native code has no norms within a sublayer."""
-        return None
+    def native(self) -> str:
+        """Names its structure in native code. The factors of what the router reads scale the logits, too."""
+        return "experts"
 
     def make(
         self,
@@ -83,6 +84,11 @@ class ParallelMLP(GatedMLP):
         self.pre_norm, self.post_norm = make_norm(hidden_size), make_norm(hidden_size)
 
     @property
+    def own_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """See `BlockModule`."""
+        return self.pre_norm, self.post_norm
+
+    @property
     def edges(self) -> Edges:
         """None: norms stand between its products and its edges."""
         return Edges()
@@ -91,9 +97,6 @@ class ParallelMLP(GatedMLP):
         """`[T, hidden] -> [T, hidden]`"""
         output: torch.Tensor = self.post_norm(super().forward(self.pre_norm(x), now))
         return output
-
-    def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("`ParallelMLPBlock.native` is None")
 
 
 class ParallelExperts(Experts):
@@ -106,6 +109,11 @@ class ParallelExperts(Experts):
         self.router_scale = nn.Parameter(torch.empty(hidden_size))
         self.expert_scales = nn.Parameter(torch.empty(block.router.num_experts))
 
+    @property
+    def own_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """See `BlockModule`."""
+        return self.pre_norm, self.post_norm
+
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:  # noqa: ARG002
         """`[T, hidden] -> [T, hidden]`"""
         logits = self.router(self.router_norm(x) * self.router_scale.to(x.dtype))
@@ -114,4 +122,9 @@ class ParallelExperts(Experts):
         return output
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("`ParallelExpertsBlock.native` is None")
+        factors = self.router_scale * self.block.router.logit_scale
+        return {
+            **super().pack(packer),
+            "router_norm": packer.vector(F.pad(factors, (0, -len(factors) % packer.lanes))),
+            "expert_scales": packer.vector(self.expert_scales),
+        }

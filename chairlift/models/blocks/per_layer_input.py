@@ -36,9 +36,10 @@ class PerLayerInputBlock:
     activation: Activation  # of the gate
 
     @property
-    def native(self) -> None:
-        """None: the native code has nothing of it."""
-        return None
+    def native(self) -> str | None:
+        """Names its structure in native code, which takes whole vectors, and one activation."""
+        is_taken = self.activation is Activation.GELU_TANH and self.size % 16 == 0 and self.size <= 512
+        return "per_layer_input" if is_taken else None
 
     def make(
         self,
@@ -82,7 +83,12 @@ class PerLayerInput(BlockModule):
         return projected
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("`PerLayerInputBlock.native` is None")
+        return {
+            "gate": packer.matrix(self.gate),
+            "projection": packer.matrix(self.projection),
+            "size": self.gate.out_features,
+            "first": self.layer_idx * self.gate.out_features,
+        }
 
 
 class LayerInputs(nn.Module):
@@ -95,15 +101,20 @@ class LayerInputs(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, num_features)
         self.projection = Linear(hidden_size, num_features, bias=False)
         self.norm = make_norm(config.size)
-        self._projection_scale = hidden_size**-0.5
+        self.projection_scale, self.factor = hidden_size**-0.5, 2**-0.5
 
     def forward(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """int64 `[T]`, their embeddings `[T, hidden]` -> `[T, layers, size]`"""
-        config, scale = self.config, torch.tensor(self.config.size**0.5, dtype=x.dtype).item()
+        projected = self.norm((self.projection(x) * self.projection_scale).unflatten(-1, (-1, self.config.size)))
+        total: torch.Tensor = projected + self.look_up(input_ids, x.dtype)
+        return total * self.factor
+
+    def look_up(self, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """int64 `[T]` -> the summand that comes of the second embedding, `[T, layers, size]`."""
+        config, scale = self.config, torch.tensor(self.config.size**0.5, dtype=dtype).item()
         known = torch.where(input_ids < config.vocab_size, input_ids, 0)
-        projected = self.norm((self.projection(x) * self._projection_scale).unflatten(-1, (-1, config.size)))
-        total: torch.Tensor = projected + self.embedding(known).view_as(projected) * scale
-        return total * 2**-0.5
+        embedded: torch.Tensor = self.embedding(known).unflatten(-1, (-1, config.size))
+        return embedded * scale
 
 
 def weights_of_layer_inputs() -> list[Weight]:

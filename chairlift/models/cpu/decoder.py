@@ -45,8 +45,6 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
     if obstacle := _find_block_obstacle(model.layers):
         return obstacle
-    if model.has_layer_scales:
-        return "it has no code for layers with scales"
     try:
         load_library(None)
     except CpuKernelsUnavailable as error:
@@ -70,6 +68,7 @@ class NativeStage:
 
     stream: torch.Tensor  # float32 [T, hidden], a view of what the next piece reads and changes in place
     batch: Batch
+    layer_inputs: torch.Tensor | None = None  # float32 [T, layers * size], which the first piece completes
 
 
 class CpuDecoder:
@@ -118,6 +117,8 @@ class CpuDecoder:
         passes: int = self._logits(self._model, None, num_rows, self._head_format, None, None, num_threads)
         passes += self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
         hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
+        if (inputs := self._config.layer_inputs) is not None:
+            hidden += num_tokens * inputs.num_layers * inputs.size * torch.float32.itemsize
         return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
 
     def _pass_bytes(self, num_new: int, num_cached: int) -> int:
@@ -139,6 +140,8 @@ class CpuDecoder:
         """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
         hidden = torch.empty(len(input_ids), self._config.hidden_size, dtype=self._dtype)
         piece = self._piece(0, self.num_layers, is_first=True, hidden=hidden.data_ptr())
+        layer_inputs = self._layer_inputs_of(input_ids)
+        piece.layer_inputs = structures.address_of(layer_inputs)
         self._call(self._forward, _batch_of(batch, input_ids, cache), piece, self._format)
         return hidden
 
@@ -152,7 +155,7 @@ class CpuDecoder:
         """See `forward.LayeredForward`."""
         hidden_size = self._config.hidden_size
         rows = torch.empty(len(input_ids), hidden_size + -hidden_size % LANES)
-        stage = NativeStage(rows[:, :hidden_size], _batch_of(batch, input_ids, cache))
+        stage = NativeStage(rows[:, :hidden_size], _batch_of(batch, input_ids, cache), self._layer_inputs_of(input_ids))
         self._run(stage, self._piece(0, 0, is_first=True))
         return stage
 
@@ -177,12 +180,26 @@ class CpuDecoder:
             self._call(self._logits, address, len(hidden), self._head_format, logits.data_ptr())
         return logits
 
+    def _layer_inputs_of(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """int64 `[T]` -> float32 `[T, layers * size]`: the second embeddings of the tokens."""
+        made = self._weights.layer_inputs
+        if made is None:
+            return None
+        if len(input_ids) and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self._config.vocab_size:
+            raise self._unknown_token()
+        with torch.inference_mode():
+            return made.look_up(input_ids, self._dtype).flatten(1).float()
+
+    def _unknown_token(self) -> IndexError:
+        return IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
+
     def _piece(self, first_layer: int, count: int, *, is_first: bool = False, hidden: int | None = None) -> Piece:
         first, end = (self._weights.first_sublayers[layer] for layer in (first_layer, first_layer + count))
         return Piece(is_first=is_first, first_sublayer=first, num_sublayers=end - first, hidden=hidden)
 
     def _run(self, stage: NativeStage, piece: Piece) -> None:
         piece.residual = stage.stream.data_ptr()
+        piece.layer_inputs = structures.address_of(stage.layer_inputs)
         self._call(self._forward, stage.batch, piece, self._format)
 
     def _call(self, function: "_NamedFuncPointer", *arguments: object) -> None:
@@ -192,7 +209,7 @@ class CpuDecoder:
         if num_bytes > self._workspace.nbytes:
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
         if function(self._model, *arguments, self._workspace.data_ptr(), num_threads) < 0:
-            raise IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
+            raise self._unknown_token()
 
 
 def _batch_of(batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Batch:

@@ -23,7 +23,8 @@ class AttentionBlock(ctypes.Structure):
         *((name, Matrix) for name in ("qkv", "out")),
         *((name, c_void_p) for name in ("query_norm", "key_norm", "sinks", "rope")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "group", "plane")),
+        *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "has_value_norm")),
+        *((name, c_int64) for name in ("are_keys_values", "is_query_only", "group", "plane")),
         *((name, c_double) for name in ("scale", "softcap", "input_scale", "output_scale")),
     ]
 
@@ -44,6 +45,7 @@ class ExpertsBlock(ctypes.Structure):
         *((name, c_int64) for name in ("num_experts", "num_chosen", "intermediate", "is_sigmoid", "is_normalized")),
         *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "activation")),
         *((name, c_double) for name in ("eps", "scale", "alpha", "limit")),
+        *((name, c_void_p) for name in ("router_norm", "expert_scales")),
     ]
 
 
@@ -76,6 +78,13 @@ class Mamba2Block(ctypes.Structure):
     ]
 
 
+class PerLayerInputBlock(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("gate", "projection")),
+        *((name, c_int64) for name in ("size", "first")),
+    ]
+
+
 BLOCKS: dict[str, type[ctypes.Structure]] = {
     "attention": AttentionBlock,
     "dense_mlp": DenseMLPBlock,
@@ -83,14 +92,26 @@ BLOCKS: dict[str, type[ctypes.Structure]] = {
     "gated_short_conv": GatedShortConvBlock,
     "gated_delta_net": GatedDeltaNetBlock,
     "mamba2": Mamba2Block,
+    "per_layer_input": PerLayerInputBlock,
 }
 """The kinds of blocks, as `Block.native` names them, in the order in which a sublayer has pointers to them."""
 
 
 class Sublayer(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("pre_norm", "post_norm")),
+        *((name, c_void_p) for name in ("pre_norm", "post_norm", "sum_norm")),
+        ("is_continued", c_int64),
+        ("scale", c_double),
         *((name, POINTER(structure)) for name, structure in BLOCKS.items()),
+    ]
+
+
+class LayerInputs(ctypes.Structure):
+    _fields_ = [
+        ("projection", Matrix),
+        ("norm", c_void_p),
+        ("size", c_int64),
+        *((name, c_double) for name in ("scale", "factor")),
     ]
 
 
@@ -102,6 +123,7 @@ class Model(ctypes.Structure):
         ("sublayers", POINTER(Sublayer)),
         *((name, c_void_p) for name in ("final_norm", "embedding")),
         ("head", Matrix),
+        ("layer_inputs", LayerInputs),
     ]
 
 
@@ -135,12 +157,12 @@ class Batch(ctypes.Structure):
 class Piece(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_first", "first_sublayer", "num_sublayers")),
-        *((name, c_void_p) for name in ("residual", "hidden")),
+        *((name, c_void_p) for name in ("residual", "hidden", "layer_inputs")),
     ]
 
 
 _OF_A_BATCH: tuple[type[ctypes.Structure], ...] = (CacheGroup, States, Batch, Piece)
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, Model, *_OF_A_BATCH)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, LayerInputs, Model, *_OF_A_BATCH)
 """All of them, in the order in which `chairlift_start` tells their sizes."""
 
 

@@ -13,7 +13,7 @@ from chairlift.config import Quantization
 from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
-from chairlift.models.cpu.structures import BLOCKS, Matrix, Model, Sublayer
+from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Sublayer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
@@ -38,7 +38,7 @@ class NativeWeights:
         self._kept: list[object] = []
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
-        config = model.config
+        config, self._dtype = model.config, model.dtype
         self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
         head = self._matrix(model.lm_head, is_head=True)
         self._rotations = {
@@ -54,6 +54,8 @@ class NativeWeights:
         sublayers = (Sublayer * self.first_sublayers[-1])(*(each for layer in layers for each in layer))
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
         del model.model.embed_tokens  # the last reference to a tied head, which is packed now
+        self.layer_inputs = model.model.layer_inputs
+        """Makes the beginning of what layers get of tokens beside the stream; None: they get nothing."""
         self.model = Model(
             hidden=config.hidden_size,
             vocab=config.vocab_size,
@@ -67,6 +69,7 @@ class NativeWeights:
             final_norm=self.norm(model.model.norm),
             embedding=embedding,
             head=head,
+            layer_inputs=self._layer_inputs(),
         )
 
     def matrix(
@@ -75,11 +78,14 @@ class NativeWeights:
         arrange: Arrange = _as_they_are,
         *,
         is_exact: bool = False,
+        is_plain: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
         """See `Packer`."""
-        return self._matrix(linear, arrange, is_exact=is_exact, num_exact=num_exact, input_scale=input_scale)
+        return self._matrix(
+            linear, arrange, is_exact=is_exact, is_plain=is_plain, num_exact=num_exact, input_scale=input_scale
+        )
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
         """The factors of a norm: float32, padded with zeros to whole vectors."""
@@ -111,8 +117,27 @@ class NativeWeights:
         assert place is not None, "likewise, for this layer"
         return place
 
+    def _layer_inputs(self) -> LayerInputs:
+        made = self.layer_inputs
+        if made is None:
+            return LayerInputs()
+        self.num_bytes += made.embedding.weight.nbytes
+        return LayerInputs(
+            projection=self._matrix(made.projection),
+            norm=self.norm(made.norm),
+            size=made.config.size,
+            scale=made.projection_scale,
+            factor=made.factor,
+        )
+
     def _sublayer(self, packed: PackedSublayer) -> Sublayer:
-        sublayer = Sublayer(pre_norm=packed.pre_norm, post_norm=packed.post_norm)
+        sublayer = Sublayer(
+            pre_norm=packed.pre_norm,
+            post_norm=packed.post_norm,
+            sum_norm=packed.sum_norm,
+            is_continued=packed.is_continued,
+            scale=packed.scale,
+        )
         for kind, fields in packed.blocks:
             assert kind is not None, "see find_obstacle"
             block = BLOCKS[kind](**fields)
@@ -127,12 +152,15 @@ class NativeWeights:
         *,
         is_head: bool = False,
         is_exact: bool = False,
+        is_plain: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
         bias = None if linear.bias is None else arrange(linear.bias.float() / input_scale)
         weight = linear.let_go()
-        if isinstance(weight, torch.Tensor) and (is_exact or self._quantization is None):
+        if is_plain and isinstance(weight, GroupedWeight):
+            weight = weight.dequantize(self._dtype)[:, : linear.in_features]
+        if isinstance(weight, torch.Tensor) and (is_exact or is_plain or self._quantization is None):
             return self._place(pack(arrange(weight), bias))
         self.has_groups = True
         if isinstance(weight, GroupedWeight):

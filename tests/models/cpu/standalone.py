@@ -108,6 +108,8 @@ class _Library:
         if piece.hidden:
             outputs.append((piece.hidden, batch.num_tokens * model.hidden * _SIZES[number_format]))
             image.place_blank(*outputs[-1])
+        if piece.layer_inputs:
+            outputs.append((piece.layer_inputs, self._extents[piece.layer_inputs]))
         places = [image.place_structures(type(each), ctypes.addressof(each)) for each in (model, batch, piece)]
         return self._run(image, (*places, 0, 0, number_format, num_threads), outputs)
 

@@ -16,7 +16,9 @@ from chairlift.models.blocks import (
     Activation,
     AttentionBlock,
     DenseMLPBlock,
+    LayerInputsConfig,
     Norms,
+    PerLayerInputBlock,
     QKNorm,
     SelfAttention,
     StackedLinear,
@@ -96,6 +98,24 @@ _GEMMA: dict[str, Any] = {
 }
 _GRANITE: dict[str, Any] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_divisor": 8.0}
 
+# Windows, and heads that see all; keys that are values; layers that read those of the first two. A layer gets something
+# of its own of each token.
+_GEMMA_4_WINDOW = replace(_NARROW, qk_norm=QKNorm.HEAD, has_value_norm=True, are_keys_values=True)
+_GEMMA_4_GLOBAL = replace(
+    _GEMMA_4_WINDOW,
+    num_kv_heads=1,
+    head_dim=64,
+    window=None,
+    softcap=None,
+    rope=RopeConfig(1e6, "proportional", (("partial_rotary_factor", 0.25),)),
+)
+_GEMMA_4_ATTENTION = (
+    _GEMMA_4_WINDOW,
+    _GEMMA_4_GLOBAL,
+    replace(_GEMMA_4_WINDOW, source=0, num_heads=8, window=130),
+    replace(_GEMMA_4_GLOBAL, source=1),
+)
+
 # Neither 16 nor 64 divides most of these sizes: hidden, of an MLP, heads, key/value heads, of a head. Heads of 48 and
 # 80 elements end within a step of 32.
 SHAPES = {
@@ -104,6 +124,23 @@ SHAPES = {
         *(72, 90, 4, 2),
         layers=(Positions(_ROPE, 24), Positions(RopeConfig(1_000_000.0)), Positions(_ROPE, 130)),
         **_GEMMA,
+    ),
+    "like Gemma 4": replace(
+        BASE,
+        hidden_size=122,
+        norms=Norms.PRE_AND_POST,
+        embedding_scale=6.5,
+        logits_softcap=30.0,
+        has_layer_scales=True,
+        layer_inputs=LayerInputsConfig(size=48, num_layers=4, vocab_size=250),
+        layers=tuple(
+            (
+                attention,
+                DenseMLPBlock(intermediate_size=150, activation=Activation.GELU_TANH),
+                PerLayerInputBlock(size=48, activation=Activation.GELU_TANH),
+            )
+            for attention in _GEMMA_4_ATTENTION
+        ),
     ),
     "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
     # Scales everywhere, heads that turn in part, a layer without positions.
@@ -289,8 +326,8 @@ def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
                 setattr(parent, name, GroupedExperts(weight, child.bias, child.num_experts))
             elif isinstance(child, Linear) and name != "router":
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
-                if isinstance(parent, SelfAttention) and child is parent.qkv_proj:
-                    first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim
+                if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
+                    first = len(weight) - parent.num_kv_heads * parent.head_dim
                     lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
                     weight[first:] += quantize(lost, num_bits).dequantize()
                 setattr(parent, name, GroupedLinear(weight, child.bias))

@@ -6,7 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chairlift.models.blocks import AttentionBlock, ClampedSwiGLU, ExpertsBlock, Norms, Router, Scoring, SharedMLPBlock
+from chairlift.models.blocks import (
+    AttentionBlock,
+    ClampedSwiGLU,
+    DenseMLPBlock,
+    ExpertsBlock,
+    Norms,
+    ParallelExpertsBlock,
+    ParallelMLPBlock,
+    Router,
+    Scoring,
+    SharedMLPBlock,
+)
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
@@ -26,12 +37,14 @@ ALL = replace(FEW, router=Router(num_experts=5, num_chosen=5))
 SHARED = SharedMLPBlock(intermediate_size=70, has_output_gate=True)
 
 
-def mixture(*layers: tuple[ExpertsBlock | SharedMLPBlock, ...], norms: Norms = Norms.PRE) -> ModelConfig:
+def mixture(*layers: tuple[ExpertsBlock | DenseMLPBlock, ...], norms: Norms = Norms.PRE) -> ModelConfig:
     """Layers that attend, and then have these blocks."""
     return replace(BASE, layers=tuple((ATTENTION, *blocks) for blocks in layers), norms=norms, is_tied=False)
 
 
-SPARSE = mixture((FEW, SHARED), (CLAMPED,), norms=Norms.PRE_AND_POST)
+PARALLEL_MLP = ParallelMLPBlock(intermediate_size=90)
+PARALLEL = ParallelExpertsBlock(router=Router(num_experts=9, num_chosen=2, logit_scale=0.3), intermediate_size=40)
+SPARSE = mixture((FEW, SHARED), (CLAMPED,), (PARALLEL_MLP, PARALLEL), norms=Norms.PRE_AND_POST)
 
 
 def at_once(model: Decoder | ModelConfig, number_format: Format, isa: str, sequence: list[int]) -> Computed:
@@ -51,7 +64,8 @@ def test_chunks_company_slot_and_threads_make_no_difference(isa: str, number_for
 @pytest.mark.parametrize("number_format", [support.FLOAT32_INT8, support.FLOAT32_INT4], ids=str)
 def test_integers_give_exact_sums_of_rounded_factors(number_format: Format, isa: str) -> None:
     """Every token goes to all experts, since a choice may tip with any rounding."""
-    config = mixture((ALL, SHARED), (ALL,))
+    every = replace(PARALLEL, router=replace(PARALLEL.router, num_chosen=9))
+    config = mixture((ALL, SHARED), (ALL,), (PARALLEL_MLP, every))
     ours = cpu_bench(config, number_format, isa)
     theirs = support.torch_bench(support.quantized(make_model(config), number_format.quantization))
     rng = random.Random(0)

@@ -21,6 +21,8 @@ from chairlift.models.blocks import (
     DenseMLPBlock,
     ExpertsBlock,
     Norms,
+    ParallelExpertsBlock,
+    ParallelMLPBlock,
     QKNorm,
     Residual,
     Router,
@@ -64,6 +66,8 @@ def random_attention(rng: random.Random) -> AttentionBlock:
         has_qkv_bias=rng.choice((False, True)),
         has_output_bias=rng.choice((False, True)),
         has_sinks=rng.choice((False, True)),
+        has_value_norm=rng.choice((False, True)),
+        are_keys_values=rng.choice((False, True)),
     )
 
 
@@ -101,7 +105,14 @@ def random_mixture(rng: random.Random) -> tuple[Block, ...]:
         has_bias=rng.choice((False, True)),
     )
     shared = SharedMLPBlock(intermediate_size=rng.randrange(20, 150), has_output_gate=rng.choice((False, True)))
-    return rng.choice(((experts,), (experts, shared), (shared, experts)))
+    parallel = (
+        ParallelMLPBlock(intermediate_size=rng.randrange(20, 150)),
+        ParallelExpertsBlock(
+            router=replace(random_router(rng), has_bias=False, has_choice_bias=False, logit_scale=0.5),
+            intermediate_size=40,
+        ),
+    )
+    return rng.choice(((experts,), (experts, shared), (shared, experts), parallel, parallel[::-1]))
 
 
 def random_model(seed: int) -> ModelConfig:
@@ -165,11 +176,14 @@ DIVISIONS = [
 ] + [(0, 2, 0, 2, 0)]
 
 
-@pytest.mark.parametrize("norms", [Norms.PRE, Norms.POST, Norms.PRE_AND_POST])
+@pytest.mark.parametrize(
+    "config",
+    [replace(LAYERED, norms=Norms.PRE), replace(LAYERED, norms=Norms.POST), SHAPES["like Gemma 4"]],
+    ids=["norms before", "norms behind", "like Gemma 4"],
+)
 def test_every_way_to_divide_the_layers_gives_the_bits_of_all_at_once(
-    norms: Norms, isa: str, number_format: Format
+    config: ModelConfig, isa: str, number_format: Format
 ) -> None:
-    config = replace(LAYERED, norms=norms)
     forward = cpu_forward(config, number_format, isa)
     whole = Bench(config, number_format.dtype, forward)
     expected = logits_of(whole)

@@ -12,6 +12,7 @@
 #include "blocks/gated_delta_net.h"
 #include "blocks/gated_short_conv.h"
 #include "blocks/mamba2.h"
+#include "blocks/per_layer_input.h"
 
 template <class T, class W> struct Forward {
     const Piece& piece;
@@ -24,15 +25,19 @@ template <class T, class W> struct Forward {
     const GatedShortConv<T, W> gated_short_conv;
     const GatedDeltaNet<T, W> gated_delta_net;
     const Mamba2<T, W> mamba2;
+    const PerLayerInput<T, W> per_layer_input;
+    const LayerInputsOfTokens<T, W> layer_inputs;
     const int64_t num_counters;
     Counter* const counters;
 
     Forward(const Model& model, const Batch& batch, const Piece& p, Arena& arena, int num_threads)
-        : piece(p), sublayers(model, p), stream(model, batch, p.residual, has_post_norms(), has_plain(), arena),
+        : piece(p), sublayers(model, p), stream(model, batch, p.residual, has_post_norms(), has_sums(), has_plain(model), arena),
           attention(stream, sublayers, num_threads, arena), dense_mlp(stream, sublayers, arena),
           experts(stream, sublayers, arena), state_rows(batch, has_states(), arena), gated_short_conv(stream, state_rows, sublayers, arena),
           gated_delta_net(stream, state_rows, sublayers, num_threads, arena),
-          mamba2(stream, state_rows, sublayers, num_threads, arena), num_counters(num_stages() * num_threads),
+          mamba2(stream, state_rows, sublayers, num_threads, arena),
+          per_layer_input(stream, sublayers, p.layer_inputs, arena),
+          layer_inputs{stream, model.layer_inputs, p.layer_inputs}, num_counters(num_stages() * num_threads),
           counters(arena.allocate<Counter>(num_counters)) {}
 
     // Called before the threads start.
@@ -47,15 +52,16 @@ template <class T, class W> struct Forward {
         if (piece.is_first) {
             team.share_rows(stream.num_tokens, [&](int64_t t) { stream.embed(t); });
             team.wait();
+            layer_inputs.run(team);
         }
-        const float* after = nullptr;  // the norm of what the last sublayer adds, which goes with the next stage
+        const Sublayer* before = nullptr;  // its end goes with the next stage
         for (const Sublayer& each : sublayers) {
-            run_sublayer(team, each, after);
-            after = each.post_norm;
+            run_sublayer(team, each, before);
+            before = &each;
         }
-        if (!after && !piece.hidden) return;
+        if (!(before && before->has_end()) && !piece.hidden) return;
         team.share_rows(stream.num_tokens, [&](int64_t t) {
-            if (after) stream.add_normalized(t, after);
+            if (before) stream.end(t, *before, sublayers.continue_to(*before));
             if (piece.hidden) stream.finish(t, static_cast<T*>(piece.hidden) + t * stream.model.hidden);
         });
     }
@@ -69,10 +75,11 @@ template <class T, class W> struct Forward {
         if (sublayer.gated_short_conv) use(gated_short_conv, *sublayer.gated_short_conv);
         if (sublayer.gated_delta_net) use(gated_delta_net, *sublayer.gated_delta_net);
         if (sublayer.mamba2) use(mamba2, *sublayer.mamba2);
+        if (sublayer.per_layer_input) use(per_layer_input, *sublayer.per_layer_input);
     }
 
     int64_t num_stages() const {
-        int64_t sum = 2;  // the embedding and the end
+        int64_t sum = 2 + layer_inputs.STAGES;  // the embedding, what layers get of it, and the end
         for (const Sublayer& each : sublayers) {
             sum++;
             each_block(each, [&](const auto& code, const auto&) { sum += code.STAGES; });
@@ -84,11 +91,16 @@ template <class T, class W> struct Forward {
         return sublayers.any([](const Sublayer& each) { return each.post_norm != nullptr; });
     }
 
+    bool has_sums() const {
+        return sublayers.any([](const Sublayer& each) { return each.sum_norm != nullptr; });
+    }
+
     bool has_states() const {
         return sublayers.any([](const Sublayer& each) { return each.has_state(); });
     }
 
-    bool has_plain() const {
+    bool has_plain(const Model& model) const {
+        if (piece.is_first && layer_inputs.reads(model.layer_inputs, true)) return true;
         return sublayers.any([&](const Sublayer& each) { return reads(each, true); });
     }
 
@@ -99,10 +111,10 @@ template <class T, class W> struct Forward {
         return is_read;
     }
 
-    void run_sublayer(Team& team, const Sublayer& sublayer, const float* after) const {
+    void run_sublayer(Team& team, const Sublayer& sublayer, const Sublayer* before) const {
         const bool is_rounded_read = reads(sublayer, false), is_plain_read = reads(sublayer, true);
         team.share_rows(stream.num_tokens, [&](int64_t t) {
-            if (after) stream.add_normalized(t, after);
+            if (before) stream.end(t, *before, sublayers.continue_to(*before));
             stream.enter(t, sublayer.pre_norm, is_rounded_read, is_plain_read);
             each_block(sublayer, [&](const auto& code, const auto& block) { code.begin(block, t); });
         });

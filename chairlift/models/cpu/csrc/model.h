@@ -31,7 +31,7 @@ struct Matrix {
 
 // Attention: weights, and the shape that they have.
 struct AttentionBlock {
-    Matrix qkv, out;  // qkv: heads of queries, of keys, of gates if there are any, of values
+    Matrix qkv, out;  // qkv: heads of queries, of keys, of gates, of values, as far as it has them
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
     const float* sinks;  // [num_heads]: scores that take a part of the softmax; null if there are none
     const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation
@@ -39,6 +39,9 @@ struct AttentionBlock {
     int64_t window;                   // keys that a query sees at most, its own included
     int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
     int64_t has_output_gate;          // what a head attends to is multiplied by the sigmoid of a gate
+    int64_t has_value_norm;           // of each head, without factors
+    int64_t are_keys_values;          // values are what keys are before their norm and rotation; qkv has none
+    int64_t is_query_only;            // keys and values are those of an earlier block, which has written them
     int64_t group, plane;             // where its keys and values are in the cache
     double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
     double input_scale, output_scale;  // factors of its input, by which the bias of qkv is divided, and its output
@@ -66,6 +69,14 @@ struct ExpertsBlock {
     int64_t activation;             // of the gate: 0 SiLU, 1 GELU (by tanh), 2 (up + 1) gate sigmoid(alpha gate)
     double eps, scale;              // scale: of weights
     double alpha, limit;            // of activation 2: gate is at most the limit, and up is within it on both sides
+    const float* router_norm;       // [hidden]: what the router reads is normed with these factors; null: as experts do
+    const float* expert_scales;     // [num_experts], factors of weights in the end; null: all are 1
+};
+
+// projection(gelu(gate(x)) * input), with what this layer gets of each token beside the stream.
+struct PerLayerInputBlock {
+    Matrix gate, projection;
+    int64_t size, first;  // of its input among those of all layers
 };
 
 // Where a layer's state begins in the row of a slot, and its inputs among those of a tentative token.
@@ -106,17 +117,35 @@ struct Mamba2Block {
     double norm_eps, least_dt, most_dt, output_scale;
 };
 
-// x + post_norm(block(pre_norm(x))), or with the sum of several blocks side by side. The others are null.
+// scale (x + post_norm(block(pre_norm(x)))), or with the sum of several blocks side by side. The others are null.
+//
+// If blocks side by side have norms of their own, they are as many sublayers that read the same x, and the last adds all
+// to it: scale (x + sum_norm(post_norm(block(pre_norm(x))) + that of the sublayers before it that are continued)).
 struct Sublayer {
-    const float *pre_norm, *post_norm;  // [hidden, padded to 16 with zeros]; null where there is none
+    const float *pre_norm, *post_norm, *sum_norm;  // [hidden, padded to 16 with zeros]; null where there is none
+    int64_t is_continued;
+    double scale;
     const AttentionBlock* attention;
     const DenseMlpBlock* dense_mlp;
     const ExpertsBlock* experts;
     const GatedShortConvBlock* gated_short_conv;
     const GatedDeltaNetBlock* gated_delta_net;
     const Mamba2Block* mamba2;
+    const PerLayerInputBlock* per_layer_input;
 
     bool has_state() const { return gated_short_conv || gated_delta_net || mamba2; }
+
+    // Whether something is left to do with the stream when the blocks have added to it.
+    bool has_end() const { return post_norm || scale != 1; }
+};
+
+// What layers get of a token beside the stream, `size` numbers each, which follow one another:
+// factor (norm(scale projection(embedding)) + those of a second embedding), which Python has put there.
+struct LayerInputs {
+    Matrix projection;  // no columns: layers get nothing
+    const float* norm;  // [size]
+    int64_t size;
+    double scale, factor;
 };
 
 struct Model {
@@ -128,6 +157,7 @@ struct Model {
     const float* final_norm;
     const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
     Matrix head;
+    LayerInputs layer_inputs;
 };
 
 // The blocks that keep keys and values of equal shape: [slots][keys, values][planes][positions][heads][head_dim]
@@ -162,6 +192,7 @@ struct Piece {
     int64_t first_sublayer, num_sublayers;
     float* residual;  // [tokens][hidden, padded to 16 with zeros], between pieces; null: the piece is a whole pass
     void* hidden;     // [tokens][hidden] if it ends with the final norm, or else null
+    float* layer_inputs;  // [tokens][columns of their projection], which the beginning of a pass completes; or null
 };
 }
 
@@ -174,6 +205,9 @@ struct Sublayers {
 
     const Sublayer* begin() const { return first; }
     const Sublayer* end() const { return last; }
+
+    // Whether it is the last of several side by side.
+    bool continue_to(const Sublayer& sublayer) const { return &sublayer > first && (&sublayer)[-1].is_continued; }
 
     // The largest number that `count` finds in their blocks of a kind, such as &Sublayer::attention; 0: there are none.
     template <class Block, class Count> int64_t most(const Block* Sublayer::*kind, Count count) const {

@@ -57,14 +57,17 @@ template <class T, class W> struct Stream {
     const int64_t stride;
     float* x;      // [T][stride]
     float* added;  // output of a sublayer's blocks, if a norm follows it: likewise
+    float* sum;    // of those of sublayers side by side, if there are any: likewise
     Rows<W> normed;
     Rows<T> plain;  // if W is Group: the same rows for plain matrices, if there are any
     Token* tokens;
 
-    Stream(const Model& m, const Batch& b, float* residual, bool has_post_norms, bool has_plain, Arena& arena)
+    Stream(const Model& m, const Batch& b, float* residual, bool has_post_norms, bool has_sums, bool has_plain,
+           Arena& arena)
         : model(m), batch(b), num_tokens(b.num_tokens), stride(pad(m.hidden, LANES)),
           x(residual ? residual : arena.allocate<float>(num_tokens * stride)),
-          added(arena.allocate<float>(has_post_norms ? num_tokens * stride : 0)), normed(arena, num_tokens, m.hidden),
+          added(arena.allocate<float>(has_post_norms ? num_tokens * stride : 0)),
+          sum(arena.allocate<float>(has_sums ? num_tokens * stride : 0)), normed(arena, num_tokens, m.hidden),
           plain(arena, has_plain ? num_tokens : 0, m.hidden), tokens(arena.allocate<Token>(num_tokens)) {}
 
     // Called before the threads start.
@@ -106,15 +109,12 @@ template <class T, class W> struct Stream {
     // `factors`: of each column; null: all are 1.
     void keep_product(Team& team, const Matrix& matrix, float* to, int64_t columns,
                       const float* factors = nullptr) const {
-        multiply(team, matrix, UNIT_PANELS,
-                 [&](int64_t column, int64_t row, int count, const float* c, int tile_stride, int width) {
-                     for (int r = 0; r < count; r++)
-                         for (int k = 0; k < width; k += LANES) {
-                             const f32x16 x = load16(c + r * tile_stride + k);
-                             store16(to + (row + r) * columns + column + k,
-                                     factors ? x * load16(factors + column + k) : x);
-                         }
-                 });
+        multiply(team, matrix, UNIT_PANELS, Keep{to, columns, factors});
+    }
+
+    // Likewise of other rows, with a matrix of their format.
+    template <class R> void keep_product(Team& team, const Matrix& matrix, const R& rows, float* to, int64_t columns) const {
+        linear(team, matrix, rows, num_tokens, UNIT_PANELS, Keep{to, columns, nullptr});
     }
 
     // Where a sublayer's first block leaves its product: in `added`, if a norm follows.
@@ -138,13 +138,19 @@ template <class T, class W> struct Stream {
         team.wait();
     }
 
-    // Adds what blocks left in `added`, after its norm.
-    void add_normalized(int64_t t, const float* weight) const {
-        const float* from = added + t * stride;
-        const float scale = inverse_rms(from, model.hidden, float(model.eps)) * float(model.residual_scale);
-        float* to = x + t * stride;
-        for (int64_t k = 0; k < stride; k += LANES)
-            store16(to + k, load16(to + k) + load16(from + k) * scale * load16(weight + k));
+    // Adds what a sublayer's blocks left in `added`, after its norms, and scales the result. `is_last`: of sublayers
+    // side by side.
+    void end(int64_t t, const Sublayer& sublayer, bool is_last) const {
+        float *own = added + t * stride, *all = sum + t * stride, *to = x + t * stride;
+        const float scale = float(model.residual_scale);
+        if (sublayer.is_continued || is_last) add_normalized(own, sublayer.post_norm, 1, all, is_last);
+        if (sublayer.is_continued) return;
+        if (is_last)
+            add_normalized(all, sublayer.sum_norm, scale, to, true);
+        else if (sublayer.post_norm)
+            add_normalized(own, sublayer.post_norm, scale, to, true);
+        if (sublayer.scale == 1) return;
+        for (int64_t k = 0; k < stride; k += LANES) store16(to + k, load16(to + k) * float(sublayer.scale));
     }
 
     // A token's final hidden state.
@@ -155,6 +161,21 @@ template <class T, class W> struct Stream {
     }
 
   private:
+    // Keeps the tiles of a product, times factors of its columns.
+    struct Keep {
+        float* to;
+        int64_t columns;
+        const float* factors;
+
+        void operator()(int64_t column, int64_t row, int count, const float* c, int tile_stride, int width) const {
+            for (int r = 0; r < count; r++)
+                for (int k = 0; k < width; k += LANES) {
+                    const f32x16 x = load16(c + r * tile_stride + k);
+                    store16(to + (row + r) * columns + column + k, factors ? x * load16(factors + column + k) : x);
+                }
+        }
+    };
+
     // The product of all rows with a matrix: of `rows`, or if it is plain of `unrounded`, which are the same.
     template <class Use>
     void multiply_all(Team& team, const Matrix& matrix, const Rows<W>& rows, const Rows<T>& unrounded, int unit_panels,
@@ -162,6 +183,14 @@ template <class T, class W> struct Stream {
         if constexpr (Rows<W>::IS_QUANTIZED)
             if (is_plain<W>(matrix)) return linear(team, matrix, unrounded, num_tokens, unit_panels, use);
         linear(team, matrix, rows, num_tokens, unit_panels, use);
+    }
+
+    void add_normalized(const float* from, const float* weight, float factor, float* to, bool is_sum) const {
+        const float scale = inverse_rms(from, model.hidden, float(model.eps)) * factor;
+        for (int64_t k = 0; k < stride; k += LANES) {
+            const f32x16 normalized = load16(from + k) * scale * load16(weight + k);
+            store16(to + k, is_sum ? load16(to + k) + normalized : normalized);
+        }
     }
 
     template <class R> void enter(int64_t t, const float* norm, const R& rows) const {

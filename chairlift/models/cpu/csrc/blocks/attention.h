@@ -49,6 +49,11 @@ template <class T, class W> struct Attention {
   private:
     static int64_t width_of(const AttentionBlock& block) { return block.num_heads * block.head_dim; }
 
+    // Heads that are rotated: queries, and keys if the block has any of its own.
+    static int64_t num_rotated_of(const AttentionBlock& block) {
+        return block.num_heads + (block.is_query_only ? 0 : block.num_kv_heads);
+    }
+
     InnerRows<T, W> rows_of(const AttentionBlock& block) const { return attended.narrowed(width_of(block)); }
 
     // Queries, keys and values of all tokens, each in its place.
@@ -63,7 +68,9 @@ template <class T, class W> struct Attention {
                     std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
                 return;
             }
-            if (block.query_norm && head < block.num_heads + block.num_kv_heads) {
+            const bool is_key = head >= block.num_heads && head < num_rotated_of(block);
+            if (is_key && block.are_keys_values) keep_values(block, head - block.num_heads, row, count, c, stride);
+            if (block.query_norm && head < num_rotated_of(block)) {
                 const float* weight = head < block.num_heads ? block.query_norm : block.key_norm;
                 for (int r = 0; r < count; r++) normalize_heads(c + r * stride, weight, dim);
             }
@@ -74,8 +81,10 @@ template <class T, class W> struct Attention {
         if (!block.are_heads_normed_as_one) return;
         team.share_rows(stream.num_tokens, [&](int64_t t) {
             float *queries = heads + t * columns, *keys = queries + block.num_heads * dim;
+            for (int64_t head = 0; block.are_keys_values && head < block.num_kv_heads; head++)
+                keep_values(block, head, t, 1, keys + head * dim, 0);
             normalize_heads(queries, block.query_norm, block.num_heads * dim);
-            normalize_heads(keys, block.key_norm, block.num_kv_heads * dim);
+            if (!block.is_query_only) normalize_heads(keys, block.key_norm, block.num_kv_heads * dim);
             for (int64_t head = 0; head < columns / dim; head++) place_head(block, head, t, 1, queries + head * dim, 0);
         });
         team.wait();
@@ -104,30 +113,44 @@ template <class T, class W> struct Attention {
     // One head of some tokens: rotated if it is a query or a key, and written to its place.
     void place_head(const AttentionBlock& block, int64_t head, int64_t first, int count, const float* c,
                     int stride) const {
-        const int64_t dim = block.head_dim, num_heads = block.num_heads, num_keys = block.num_kv_heads;
-        const int64_t heads_per_kv_head = num_heads / num_keys;
-        const int64_t first_value = num_heads + num_keys + (block.has_output_gate ? num_heads : 0);
-        const CacheGroup& group = stream.batch.groups[block.group];
-        T* plane = static_cast<T*>(group.blocks) + block.plane * group.plane_stride;
+        const int64_t dim = block.head_dim, num_heads = block.num_heads, num_rotated = num_rotated_of(block);
+        const int64_t heads_per_kv_head = num_heads / block.num_kv_heads;
+        const int64_t first_value = num_rotated + (block.has_output_gate ? num_heads : 0);
         const float query_scale = float(block.scale * LOG2_E);  // scores are logarithms to base 2
+        if (head >= first_value) return keep_values(block, head - first_value, first, count, c, stride);
         for (int i = 0; i < count; i++, c += stride) {
             const int64_t t = first + i;
-            const Token token = stream.tokens[t];
-            T* slot = plane + token.slot * group.slot_stride + token.position * group.token_stride;
+            const int64_t position = stream.tokens[t].position;
             if (head < num_heads) {
                 const int64_t kv_head = head / heads_per_kv_head, member = head % heads_per_kv_head;
                 T* to = memory.queries + ((kv_head * stream.num_tokens + t) * heads_per_kv_head + member) * dim;
-                rotate(block, c, token.position, query_scale, to);
-            } else if (head < num_heads + num_keys) {
-                rotate(block, c, token.position, 1.0f, slot + (head - num_heads) * dim);
-            } else if (head < first_value) {
-                float* to = gates + t * width_of(block) + (head - num_heads - num_keys) * dim;
-                std::memcpy(to, c, dim * sizeof(float));
+                rotate(block, c, position, query_scale, to);
+            } else if (head < num_rotated) {
+                rotate(block, c, position, 1.0f, slot_of(block, t) + (head - num_heads) * dim);
             } else {
-                T* to = slot + group.value_offset + (head - first_value) * dim;
-                for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d));
+                float* to = gates + t * width_of(block) + (head - num_rotated) * dim;
+                std::memcpy(to, c, dim * sizeof(float));
             }
         }
+    }
+
+    // Writes one head of some tokens' values into their slots.
+    void keep_values(const AttentionBlock& block, int64_t kv_head, int64_t first, int count, const float* c,
+                     int stride) const {
+        const int64_t dim = block.head_dim, offset = stream.batch.groups[block.group].value_offset;
+        for (int i = 0; i < count; i++, c += stride) {
+            const float factor = block.has_value_norm ? inverse_rms(c, dim, float(stream.model.eps)) : 1.0f;
+            T* to = slot_of(block, first + i) + offset + kv_head * dim;
+            for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * factor);
+        }
+    }
+
+    // A token's keys.
+    T* slot_of(const AttentionBlock& block, int64_t t) const {
+        const CacheGroup& group = stream.batch.groups[block.group];
+        const Token token = stream.tokens[t];
+        return static_cast<T*>(group.blocks) + block.plane * group.plane_stride + token.slot * group.slot_stride +
+               token.position * group.token_stride;
     }
 
     // The elements of a head are those of its first half and of its second, which rotate with them. A multiple of 16 of

@@ -18,22 +18,33 @@ template <class T, class W> struct Experts {
     const Rows<W> rounded;      // the rows of runs with several tokens, gathered
     const Rows<T> plain;        // if W is Group: the same for plain matrices, if there are any
     const InnerRows<T, W> gated;  // of each entry
+    const Rows<T> routed;         // what routers with a norm of their own read, if there are any
 
     // With memory for each such block of a piece.
     Experts(const Stream<T, W>& s, const Sublayers& sublayers, Arena& arena)
         : stream(s), routing(sublayers, s.num_tokens, arena),
           rounded(arena, gathered(sublayers, false), s.model.hidden),
           plain(arena, Rows<W>::IS_QUANTIZED ? gathered(sublayers, true) : 0, s.model.hidden),
-          gated(arena, routing.most_entries, sublayers.most(&Sublayer::experts, width_of)) {}
+          gated(arena, routing.most_entries, sublayers.most(&Sublayer::experts, width_of)),
+          routed(arena, s.num_tokens * has_router_norms(sublayers), s.model.hidden) {}
 
     static bool reads(const ExpertsBlock& block, bool plain) {
-        return is_plain<W>(block.router) == plain || is_plain<W>(block.gate) == plain || is_plain<W>(block.up) == plain;
+        return (!block.router_norm && is_plain<W>(block.router) == plain) || is_plain<W>(block.gate) == plain || is_plain<W>(block.up) == plain;
     }
 
-    void begin(const ExpertsBlock&, int64_t) const {}
+    // Called in the stage before `run`.
+    void begin(const ExpertsBlock& block, int64_t t) const {
+        if (!block.router_norm) return;
+        const float* x = stream.x + t * stream.stride;
+        normalize(x, block.router_norm, stream.model.hidden, float(stream.model.eps), routed, t);
+    }
 
     void run(Team& team, const ExpertsBlock& block, const Target& target) const {
-        stream.keep_product(team, block.router, routing.scores, pad(block.num_experts, LANES));
+        const int64_t columns = pad(block.num_experts, LANES);
+        if (block.router_norm)
+            stream.keep_product(team, block.router, routed, routing.scores, columns);
+        else
+            stream.keep_product(team, block.router, routing.scores, columns);
         team.wait();
         routing.route(team, block);
         if (stream.num_tokens > 1) gather(team, block);
@@ -47,6 +58,10 @@ template <class T, class W> struct Experts {
     static constexpr int UNITS_PER_THREAD = 4;
 
     static int64_t width_of(const ExpertsBlock& block) { return pad(block.intermediate, LANES); }
+
+    static bool has_router_norms(const Sublayers& sublayers) {
+        return sublayers.any([](const Sublayer& each) { return each.experts && each.experts->router_norm; });
+    }
 
     // Rows of memory that gathering takes for products of that kind.
     int64_t gathered(const Sublayers& sublayers, bool is_plain_read) const {

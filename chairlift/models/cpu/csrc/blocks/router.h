@@ -86,7 +86,10 @@ struct Routing {
             sum += own[best];
         }
         const float divisor = block.is_normalized ? sum + float(block.eps) : 1;
-        for (int64_t i = 0; i < num_chosen; i++) chosen[i].weight = chosen[i].weight / divisor * float(block.scale);
+        for (int64_t i = 0; i < num_chosen; i++) {
+            chosen[i].weight = chosen[i].weight / divisor * float(block.scale);
+            if (block.expert_scales) chosen[i].weight *= block.expert_scales[chosen[i].expert];
+        }
     }
 
     static void softmax(float* x, int64_t count) {

@@ -11,10 +11,12 @@ from chairlift import LLM
 from chairlift.config import DType
 from chairlift.models import open_checkpoint
 from tests.models.support import edit, read_config, refusal, write_config
+from tests.models.test_gguf import rewritten
 from tests.parity.support import Checkpoints, bench, native_bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import random_prompts
 from tests.support.forward_bench import SLOT_LEN, Row, logits_of, steps_around
+from tests.support.gguf_files import finish, write_model
 from tests.support.kernels import needs_kernels
 
 WINDOW = 24  # tokens, of sequences of more than twice as many
@@ -140,6 +142,40 @@ def test_keys_of_layers_that_read_those_of_others_are_left_out(
     assert [each for each in caplog.messages if "2 tensors are left out" in each]
     edit(tmp_path, {"model.layers.2.self_attn.k_proj.weight": None})
     assert "the checkpoint lacks model.layers.2.self_attn.k_proj.weight" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_gguf_file_are_those_of_transformers(directory: Path, tmp_path: Path, name: str) -> None:
+    path, reference = checkpoint(directory, name)
+    file = write_model(reference, tmp_path / "model.gguf")
+    (tokens,) = random_prompts(4, [60])
+    assert_near(bench(file).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
+    ours, theirs = open_checkpoint(str(file)).config, open_checkpoint(str(path)).config
+    assert [layer[0].kept(torch.float32) for layer in ours.layers] == [
+        layer[0].kept(torch.float32) for layer in theirs.layers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gemma 4 E4B", {"gemma4.attention.shared_kv_layers": 7}, "num_kv_shared_layers is 7, which leaves no layer"),
+        ("gemma 4 E2B", {"gemma4.attention.value_length_swa": 16}, "attention.value_length_swa must be 32"),
+        ("gemma 4 E2B", {"gemma4.feed_forward_length": [96, 96, 96, 96, 192, 192]}, "its layers differ in sizes in a"),
+        ("gemma 4 E2B", {"gemma4.attention.sliding_window_pattern": [True]}, "does not cover 6 layers"),
+        ("gemma 4 E2B", {"gemma4.embedding_length_per_layer_input": 8}, "shape [16, 64]; the model needs [8, 64]"),
+        ("gemma 3n", {"gemma3n.altup.active_idx": 1}, "altup_active_idx must be 0, not 1"),
+        ("gemma 3n", {"gemma3n.activation_sparsity_scale": [0.5]}, "its activation_sparsity_scale must be 6 numbers"),
+    ],
+)
+def test_metadata_that_make_no_gemma_are_refused(
+    directory: Path, tmp_path: Path, name: str, changes: dict[str, Any], reason: str
+) -> None:
+    whole = write_model(checkpoint(directory, name)[1], tmp_path / "whole.gguf")
+    finish(rewritten(whole, tmp_path / "model.gguf", changes))
+    message = refusal(tmp_path / "model.gguf")
+    assert reason in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from gguf import (
 )
 from tokenizers import Tokenizer as BackendTokenizer
 
-from tests.support import gguf_mixtures, gguf_recurrent
+from tests.support import gguf_gemmas, gguf_mixtures, gguf_recurrent
 
 Kind = GGMLQuantizationType
 Array = npt.NDArray[np.float32]
@@ -73,12 +73,14 @@ def write_model(
     `kind`: the type of its matrices, or types by what is in their names, of which the first counts.
     """
     config = model.config
-    known = _ARCHITECTURES | gguf_mixtures.ARCHITECTURES | gguf_recurrent.ARCHITECTURES
+    known = _ARCHITECTURES | gguf_mixtures.ARCHITECTURES | gguf_recurrent.ARCHITECTURES | gguf_gemmas.ARCHITECTURES
     architecture = known[config.model_type]
     is_recurrent = config.model_type in gguf_recurrent.ARCHITECTURES
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = new_writer(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
-    if is_recurrent:
+    if config.model_type in gguf_gemmas.ARCHITECTURES:
+        gguf_gemmas.add_sizes(writer, config, architecture)
+    elif is_recurrent:
         gguf_recurrent.add_sizes(writer, config, architecture)
     else:
         _add_sizes(writer, config, architecture)
@@ -90,11 +92,11 @@ def write_model(
     (tokenizer or (lambda each: each.add_token_list([f"t{i}" for i in range(config.vocab_size)])))(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_gemmas.is_gathered(name):
             continue
         data = weight.float().numpy()
-        if of_experts := list(gguf_mixtures.converted(name, data, config)):
-            for own_name, part in of_experts:
+        if renamed := [*gguf_mixtures.converted(name, data, config), *gguf_gemmas.converted(name, data, model)]:
+            for own_name, part in renamed:
                 stored = _kind_of(own_name, kind) if _is_matrix(own_name, part) else Kind.F32
                 writer.add_tensor(own_name, _encoded(part, stored), raw_dtype=stored)
             continue
@@ -203,8 +205,10 @@ def _rope_factors(config: Any) -> dict[str, list[float]]:
 def _converted(name: str, weight: Array, config: Any, architecture: MODEL_ARCH) -> Array:
     if architecture in _GEMMA and name.endswith("norm.weight"):
         return weight + 1
+    if architecture not in _REORDERED:
+        return weight
     num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if architecture in _REORDERED and num_heads is not None:
+    if num_heads is not None:
         halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
     return weight

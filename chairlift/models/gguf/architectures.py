@@ -2,13 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
-import numpy as np
-
-from chairlift.errors import CheckpointError
-from chairlift.models.config import LAYER_TYPES
 from chairlift.models.gguf.fields import Config, Fields
+from chairlift.models.gguf.gemmas import extend_gemma2, extend_gemma3, extend_gemma3n, extend_gemma4
 from chairlift.models.gguf.mixtures import (
     extend_glm4_moe,
     extend_gpt_oss,
@@ -28,7 +24,6 @@ from chairlift.models.gguf.recurrent import (
     extend_qwen35,
 )
 
-_FULL, _SLIDING = sorted(LAYER_TYPES)
 _EPSILON = "attention.layer_norm_rms_epsilon"
 _GROWTH = "attention.temperature_scale"
 
@@ -48,6 +43,7 @@ class Architecture:
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
     epsilons: tuple[str, ...] = (_EPSILON,)  # of norms: one of them at least, and the first counts
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
+    has_unlike_layers: bool = False  # counts by layer may be any
     extend: Extend = _as_it_is
     spellings: dict[str, str] = field(default_factory=dict)  # last parts of tensors' names: usual, and its own
 
@@ -87,27 +83,6 @@ def _without_images(extend: Extend) -> Extend:
     return extend_text
 
 
-def _extend_gemma3(config: Config, fields: Fields) -> Config:
-    config = _extend_gemma(config, fields, period=6, large=62)
-    near = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
-    return {**config, "rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: near}}
-
-
-def _extend_gemma(config: Config, fields: Fields, period: int, large: int) -> Config:
-    """`large`: the number of layers of models whose scores are scaled differently; llama.cpp tests it, too."""
-    pattern, num_layers = fields.any("attention.sliding_window_pattern", period), config["num_hidden_layers"]
-    if type(pattern) is int and pattern > 0:
-        pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    if not isinstance(pattern, list | np.ndarray) or len(pattern) != num_layers:
-        raise CheckpointError(f"its sliding_window_pattern does not cover {num_layers} layers")
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        **config,
-        "query_pre_attn_scalar": width if num_layers == large else config["head_dim"],
-        "layer_types": [_SLIDING if has_window else _FULL for has_window in pattern],
-    }
-
-
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -129,9 +104,7 @@ ARCHITECTURES = {
     "granite": Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
     "phi3": Architecture("Phi3ForCausalLM", numbers=_WINDOW),
     "olmo2": Architecture("Olmo2ForCausalLM"),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM", numbers={**_WINDOW, **_CAPS}, extend=partial(_extend_gemma, period=2, large=46)
-    ),
+    "gemma2": Architecture("Gemma2ForCausalLM", numbers={**_WINDOW, **_CAPS}, extend=extend_gemma2),
     "qwen35": Architecture("Qwen3_5ForCausalLM", extend=extend_qwen35, spellings={"ffn_norm": "post_attention_norm"}),
     "lfm2": Architecture("Lfm2ForCausalLM", extend=extend_lfm2, spellings={"output_norm": "token_embd_norm"}),
     "nemotron_h": Architecture(
@@ -160,6 +133,12 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", extend=extend_glm4_moe, spellings={"ffn_norm": "post_attention_norm"}
     ),
-    "gemma3": Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=_extend_gemma3),
+    "gemma3": Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=extend_gemma3),
+    "gemma3n": Architecture(
+        "Gemma3nForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=extend_gemma3n, has_unlike_layers=True
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=extend_gemma4, has_unlike_layers=True
+    ),
 }
 """By `general.architecture`."""

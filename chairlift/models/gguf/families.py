@@ -6,7 +6,6 @@ weights is undone: the other order of rows of queries and keys, and the 1 added 
 
 import logging
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +38,7 @@ _BY_LAYER = ("key_value_heads_by_layer", "inner_features_by_layer")  # no fields
 
 _OF_A_LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
 _NORM_OF_RECURRENCE = "linear_attn.norm.weight"  # which multiplies by its weight where others add 1
+_KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
 
 # Ends of turns and of texts, which llama.cpp also recognizes where a file names only one end.
@@ -75,7 +75,7 @@ def describe_gguf(file: GGUFFile) -> Config:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": fields.has_tensor("attn_q.bias"),
         "mlp_bias": fields.has_tensor("ffn_up.bias"),
-        **_sizes(file, fields, architecture.epsilons),
+        **_sizes(file, fields, architecture),
     }
     rope = config["rope_parameters"] = _rope(file, fields, config)
     if original := rope.get("original_max_position_embeddings"):
@@ -135,7 +135,7 @@ def _vocabulary_size(file: GGUFFile, fields: Fields) -> int:
     return size
 
 
-def _sizes(file: GGUFFile, fields: Fields, epsilons: Sequence[str]) -> Config:
+def _sizes(file: GGUFFile, fields: Fields, architecture: Architecture) -> Config:
     sizes: Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
     num_heads = sizes["num_attention_heads"]
     head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
@@ -151,9 +151,10 @@ def _sizes(file: GGUFFile, fields: Fields, epsilons: Sequence[str]) -> Config:
     if type(num_guessing) is not int or not 0 <= num_guessing < num_layers:
         raise CheckpointError(f"of its {num_layers} layers {shown(num_guessing)} cannot guess further tokens")
     sizes["num_hidden_layers"] -= num_guessing
+    epsilons, may_differ = architecture.epsilons, architecture.has_unlike_layers
     given = [fields.number(name) for name in epsilons if fields.has(name)]
-    kv_heads = fields.counts("attention.head_count_kv", num_layers, num_heads)
-    inner = fields.counts("feed_forward_length", num_layers)
+    kv_heads = fields.counts("attention.head_count_kv", num_layers, num_heads, may_differ=may_differ)
+    inner = fields.counts("feed_forward_length", num_layers, may_differ=may_differ)
     return {
         **sizes,
         "intermediate_size": max(inner),
@@ -214,11 +215,16 @@ class GGUFWeights:
         self._parameters = {part.name for weight in weights if weight.is_parameter for part in weight.parts}
         self._names = {self._spell(part.gguf): part.name for part in parts}
         self._parts = {part.name: part for part in parts}
+        self._unread = tuple(
+            f"blk.{index}.{part}."
+            for index, block in config.attention_blocks.items()
+            for part in (_KEYS_AND_VALUES if block.source is not None else ())
+        )
         tensors = unstack({name: info for name, info in file.tensors.items() if not self._is_skipped(name)})
         self._infos = {self._name_of(name): info for name, info in tensors.items()}
         self.tensors = {name: self._stored(name, info) for name, info in self._infos.items()}
         if num_skipped := sum(self._is_skipped(name) and name not in _ROPE_TENSORS for name in file.tensors):
-            logger.info("%d tensors are left out: they are of layers that guess further tokens", num_skipped)
+            logger.info("%d tensors are left out, since no text depends on them", num_skipped)
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
         tensor, part = read_tensor(self._infos[name]), self._part_of(name)
@@ -260,7 +266,8 @@ class GGUFWeights:
 
     def _is_skipped(self, name: str) -> bool:
         layer = _OF_A_LAYER.match(name)
-        return name in _ROPE_TENSORS or (layer is not None and int(layer[1]) >= self._config.num_layers)
+        is_guessing = layer is not None and int(layer[1]) >= self._config.num_layers
+        return name in _ROPE_TENSORS or is_guessing or name.startswith(self._unread)
 
 
 def _split_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

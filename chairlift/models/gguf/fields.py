@@ -20,6 +20,7 @@ class Fields:
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._prefix = f"{architecture}."
+        self._rows = {name: info.shape[0] for name, info in file.tensors.items() if info.shape}
         self._endings = {name.split(".", 2)[2] for name in file.tensors if name.count(".") > 1}  # within a layer
         self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
 
@@ -30,13 +31,23 @@ class Fields:
             raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {shown(value)}")
         return value
 
-    def counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
-        """A count by layer, which may be 0, or the same for all. CheckpointError if it is neither, or always 0."""
+    def count(self, name: str) -> int:
+        """A count, which may be 0, or missing for 0. CheckpointError if it is none."""
+        value = self.any(name, 0)
+        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+            raise CheckpointError(f"{self._prefix}{name} must be a number from 0 to {_MAX_SIZE}, not {shown(value)}")
+        return value
+
+    def counts(self, name: str, num_layers: int, default: int | None = None, *, may_differ: bool = False) -> list[int]:
+        """A count by layer, which may be 0, or the same for all, unless they may differ.
+
+        CheckpointError if it is neither, or always 0.
+        """
         value = self.any(name, default)
         given = value.tolist() if isinstance(value, np.ndarray) else [value] * num_layers
         if len(given) != num_layers or not all(type(each) is int and 0 <= each <= _MAX_SIZE for each in given):
             raise CheckpointError(f"{self._prefix}{name} must be a count, or {num_layers} of them, not {shown(value)}")
-        if len(set(given) - {0}) != 1:
+        if len(set(given) - {0}) != 1 and not (may_differ and any(given)):
             raise CheckpointError(f"{self._prefix}{name} must be one count but for zeros, not {shown(value)}")
         return given
 
@@ -50,6 +61,13 @@ class Fields:
     def has(self, name: str) -> bool:
         """Returns true if it is present, and not zero."""
         return _is_set(self._left.get(f"{self._prefix}{name}"))
+
+    def rows_of(self, tensor: str, default: int | None = None) -> int:
+        """Counts the rows of a tensor. CheckpointError if it is missing without a default."""
+        rows = self._rows.get(tensor, default)
+        if rows is None:
+            raise CheckpointError(f"it lacks tensor {tensor}")
+        return rows
 
     def has_tensor(self, name: str) -> bool:
         """Returns true if some layer has a tensor of that name."""

@@ -1,5 +1,6 @@
 """Takes the tensors in which a GGUF file stacks the matrices of experts apart: `ffn_up_exps.weight` `[experts, ...]`
 becomes `ffn_up_exps.0.weight` and so on, which are places in the same file. `ffn_gate_up_exps` holds gates before ups.
+Those that make AltUp's streams are stacked likewise.
 """
 
 from dataclasses import replace
@@ -8,12 +9,12 @@ from chairlift.errors import CheckpointError, named
 from chairlift.models.claims import MAX_EXPERTS
 from chairlift.models.gguf.header import TensorInfo
 
-_STACKS = ("_exps.weight", "_exps.bias")
+_STACKS = ("_exps.weight", "_exps.bias", "altup_proj.weight", "altup_unembd_proj.weight")
 _FUSED, _HALVES = "ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps")
 
 
 def is_stack(name: str) -> bool:
-    """Returns true for a tensor of several experts."""
+    """Returns true for a tensor of several matrices or biases."""
     return name.endswith(_STACKS)
 
 
@@ -27,10 +28,10 @@ def unstack(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         if len(info.shape) != 2 + name.endswith("weight") or info.shape[0] > MAX_EXPERTS:
             raise CheckpointError(f"tensor {named(name)} has shape {list(info.shape)}, which are no stacked matrices")
         prefix, _, leaf = name.rpartition(".")
-        layer, _, stack = prefix.rpartition(".")
+        layer, dot, stack = prefix.rpartition(".")
         for part, index in ((half, i) for i, half in enumerate(_HALVES if stack == _FUSED else (stack,))):
             for expert in range(info.shape[0]):
-                apart[f"{layer}.{part}.{expert}.{leaf}"] = _slice(name, info, expert, index, 1 + (stack == _FUSED))
+                apart[f"{layer}{dot}{part}.{expert}.{leaf}"] = _slice(name, info, expert, index, 1 + (stack == _FUSED))
     return apart
 
 

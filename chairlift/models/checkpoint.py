@@ -19,6 +19,7 @@ from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import describe_family, find_architecture
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
+from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
 from chairlift.models.stacked import StackedWeights
@@ -50,7 +51,11 @@ class Checkpoint:
         """A reader of its tensors. CheckpointError if files are missing or damaged."""
         if self.gguf is not None:
             assert isinstance(self.config, ModelConfig), "what such files hold is of the families"
-            return GGUFWeights(self.gguf, self.config)
+            return rearranged(GGUFWeights(self.gguf, self.config), self.config)
+        reader = self._open_files()
+        return rearranged(reader, self.config) if isinstance(self.config, ModelConfig) else reader
+
+    def _open_files(self) -> WeightReader:
         files = SafetensorsWeights(self.weight_files)
         if self.compression is not None:
             return CompressedWeights(files, self.compression)

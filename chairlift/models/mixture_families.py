@@ -6,6 +6,7 @@ from chairlift.models.blocks import Activation, AlternatingExperts, QKNorm, Stac
 from chairlift.models.family import ATTENTION_BIAS, MULTIPLIERS, Family
 from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
 from chairlift.models.mixtures import (
+    read_ernie4_5_moe,
     read_glm4_moe,
     read_gpt_oss,
     read_granite_moe,
@@ -64,6 +65,30 @@ MIXTURE_FAMILIES = {
         mixers={"linear_attention": read_gated_delta_net},
         mixtures=read_qwen3_5_moe,
         names=TensorNames((*_ROUTER, *_SHARED), stacked=_STACKED, skipped=NOT_TEXT),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "Qwen3NextConfig",
+        {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD, "has_output_gate": True},
+        model={"has_offset_norms": True},
+        is_partly_rotated=True,
+        mixers={"linear_attention": read_gated_delta_net},
+        mixtures=read_qwen2_moe,
+        names=TensorNames((*_ROUTER, *_SHARED), stacked=_STACKED, skipped=NOT_TEXT),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "Ernie4_5_MoeConfig",
+        {"has_qkv_bias": attrgetter("use_bias"), "has_output_bias": attrgetter("use_bias")},
+        {"has_bias": attrgetter("use_bias")},
+        mixtures=read_ernie4_5_moe,
+        names=TensorNames(
+            (
+                ("experts.choice_bias", "mlp.moe_statics.e_score_correction_bias"),
+                *_ROUTER,
+                ("shared_mlp.", "mlp.shared_experts."),
+            ),
+            rotates_neighbours=True,
+            skipped=("model.mtp_",),
+        ),
     ),
     "GptOssForCausalLM": Family(
         "GptOssConfig",

@@ -108,6 +108,27 @@ def read_glm4_moe(config: Any) -> list[Layer]:
     return _after_dense(config, config.first_k_dense_replace, blocks)
 
 
+def read_ernie4_5_moe(config: Any) -> list[Layer]:
+    """Layers of a range have experts at every interval, and beside them shared ones."""
+    blocks: tuple[Block, ...] = (
+        _experts(
+            config, _router(config, is_normalised=True, has_choice_bias=True), _size(config, "moe_intermediate_size")
+        ),
+    )
+    if config.moe_num_shared_experts:
+        if config.use_bias:
+            raise CheckpointError("use_bias is not supported beside shared experts")
+        size = _size(config, "moe_num_shared_experts") * config.moe_intermediate_size
+        blocks += (SharedMLPBlock(intermediate_size=size, activation=read_activation(config)),)
+    interval, first, last = (
+        _size(config, "moe_layer_interval"),
+        config.moe_layer_start_index,
+        config.moe_layer_end_index,
+    )
+    layers = range(config.num_hidden_layers)
+    return [blocks if first <= layer <= last and (layer + 1) % interval == 0 else () for layer in layers]
+
+
 def read_gpt_oss(config: Any) -> list[Layer]:
     """Every layer has experts, with biases and a gate that is clamped."""
     router = _router(config, is_normalised=True, has_bias=True)

@@ -15,6 +15,8 @@ ARCHITECTURES = {
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "olmoe": MODEL_ARCH.OLMOE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
@@ -30,6 +32,7 @@ _NAMES = {
     "router.bias": "ffn_gate_inp.bias",
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "gate.e_score_correction_bias": "exp_probs_b.bias",
+    "gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "experts.down_proj": "ffn_down_exps.weight",
     "output_linear.weight": "ffn_down_shexp.weight",
@@ -66,6 +69,11 @@ def add_experts(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> No
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if architecture is MODEL_ARCH.ERNIE4_5_MOE:
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
     if architecture is MODEL_ARCH.GLM4_MOE:
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -87,7 +95,8 @@ def converted(name: str, weight: Array, config: Any) -> Iterator[tuple[str, Arra
     if config.model_type == "gpt_oss" and part.startswith("experts."):
         yield from _alternating(layer, part, weight)
     elif part in _NAMES:
-        yield layer + _NAMES[part], weight.squeeze(0) if part == "shared_expert_gate.weight" else weight
+        is_row = part in ("shared_expert_gate.weight", "gate.moe_statics.e_score_correction_bias")
+        yield layer + _NAMES[part], weight.squeeze(0) if is_row else weight
     elif part in _HALVES:
         for half, rows in zip(_HALVES[part], np.split(weight, 2, axis=-2), strict=True):
             yield f"{layer}{half}.weight", np.ascontiguousarray(rows)

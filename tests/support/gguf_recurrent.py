@@ -13,13 +13,15 @@ ARCHITECTURES = {
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "lfm2": MODEL_ARCH.LFM2,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
 }
 
-_QWEN35 = (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE)
+_TILED = (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE)
+_QWEN35 = (*_TILED, MODEL_ARCH.QWEN3NEXT)
 _LFM2 = (MODEL_ARCH.LFM2, MODEL_ARCH.LFM2MOE)
 _MAMBA = (MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.GRANITE_HYBRID, MODEL_ARCH.FALCON_H1)
 
@@ -70,7 +72,8 @@ def _add_recurrence(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
     if architecture in _QWEN35:
-        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        if architecture in _TILED:
+            writer.add_rope_dimension_sections([2, 1, 1, 0])
         writer.add_full_attention_interval(4)
         values = config.linear_num_value_heads, config.linear_value_head_dim
         sizes = config.linear_conv_kernel_dim, config.linear_key_head_dim, config.linear_num_key_heads, *values
@@ -96,6 +99,9 @@ def _add_recurrence(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -
 
 def converted(name: str, weight: Array, config: Any, architecture: MODEL_ARCH) -> Iterator[tuple[str, Array]]:
     """Yields tensors as the converter writes them, by the names that the package gguf translates."""
+    if name.endswith("in_proj_qkvz.weight"):
+        yield from _taken_apart(name, weight, config)
+        return
     if architecture is MODEL_ARCH.NEMOTRON_H:
         name = name.replace("model.", "backbone.", 1)
     name = name.replace("dt_bias", "dt_proj.bias")
@@ -110,18 +116,33 @@ def converted(name: str, weight: Array, config: Any, architecture: MODEL_ARCH) -
         halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
         weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
     if architecture in _QWEN35:
-        weight = _tiled(name, weight, config)
+        weight = _tiled(name, weight, config) if architecture in _TILED else weight
         if name.endswith("norm.weight") and "linear_attn" not in name:
             weight = weight + 1
     if architecture is MODEL_ARCH.FALCON_H1:
         weight = weight * _multiplied(name, config)
-    if name.endswith("shared_mlp.input_linear.weight"):
-        layer = name.removesuffix("shared_mlp.input_linear.weight")
-        gate, up = np.split(weight, 2)
-        yield f"{layer}mlp.gate_proj.weight", gate
-        yield f"{layer}mlp.up_proj.weight", up
+    yield from _named(name, weight)
+
+
+def _named(name: str, weight: Array) -> Iterator[tuple[str, Array]]:
+    if not name.endswith("shared_mlp.input_linear.weight"):
+        yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), weight
         return
-    yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), weight
+    layer = name.removesuffix("shared_mlp.input_linear.weight")
+    gate, up = np.split(weight, 2)
+    yield f"{layer}mlp.gate_proj.weight", gate
+    yield f"{layer}mlp.up_proj.weight", up
+
+
+def _taken_apart(name: str, weight: Array, config: Any) -> Iterator[tuple[str, Array]]:
+    """Yields queries, keys and values of all heads, and then their gates, where heads have all of these together."""
+    num_values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    keys, num_inputs = config.linear_key_head_dim, weight.shape[-1]
+    heads = weight.reshape(config.linear_num_key_heads, -1, num_inputs)
+    *mixed, gates = np.split(heads, [keys, 2 * keys, 2 * keys + num_values], axis=1)
+    prefix = name.removesuffix("qkvz.weight")
+    yield f"{prefix}qkv.weight", np.concatenate([each.reshape(-1, num_inputs) for each in mixed])
+    yield f"{prefix}z.weight", np.ascontiguousarray(gates.reshape(-1, num_inputs))
 
 
 def _reshaped(name: str, weight: Array, config: Any) -> Array:

@@ -46,6 +46,7 @@ class TensorNames:
     stacked: StackedExperts | AlternatingExperts | None = None  # None: each expert has tensors of its own
     body: str = _BODY  # stands before the names of the embedding, the layers and the last norm
     head: str = _HEAD
+    rotates_neighbours: bool = False  # rows of queries and keys that rotate together are not half a head apart
     skipped: tuple[str, ...] = ()  # beginnings of tensors that the text model does without
     skipped_in_body: tuple[str, ...] = ()  # the same within the body
 

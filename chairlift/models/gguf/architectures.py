@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.gemmas import extend_gemma2, extend_gemma3, extend_gemma3n, extend_gemma4
 from chairlift.models.gguf.mixtures import (
+    extend_ernie4_5_moe,
     extend_glm4_moe,
     extend_gpt_oss,
     extend_granite_moe,
@@ -15,6 +16,7 @@ from chairlift.models.gguf.mixtures import (
     extend_olmoe,
     extend_qwen2_moe,
     extend_qwen3_moe,
+    extend_qwen3_next_moe,
     extend_qwen35_moe,
 )
 from chairlift.models.gguf.recurrent import (
@@ -122,6 +124,10 @@ ARCHITECTURES = {
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM", extend=extend_qwen35_moe, spellings={"ffn_norm": "post_attention_norm"}
     ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM", extend=extend_qwen3_next_moe, spellings={"ffn_norm": "post_attention_norm"}
+    ),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", extend=extend_ernie4_5_moe),  # rows as in safetensors
     "olmoe": Architecture("OlmoeForCausalLM", extend=extend_olmoe),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM", is_interleaved=True, numbers=_GRANITE, extend=extend_granite_moe

@@ -22,6 +22,7 @@ from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.header import GGUFFile, TensorInfo
 from chairlift.models.gguf.stacked import is_stack, unstack
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.rearranged import split_halves
 from chairlift.models.stored import StoredTensor, fill
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class GGUFWeights:
         if part is not None and part.from_gguf is not None:
             return part.from_gguf(tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor)
         if part is not None and part.rotated_head_dim is not None and self._architecture.is_interleaved:
-            split = partial(_split_halves, head_dim=part.rotated_head_dim)
+            split = partial(split_halves, head_dim=part.rotated_head_dim)
             return tensor.map_rows(split) if isinstance(tensor, GroupedWeight) else split(tensor)
         if self._config.has_offset_norms and name.endswith("norm.weight") and not name.endswith(_NORM_OF_RECURRENCE):
             assert isinstance(tensor, torch.Tensor), "vectors are plain"
@@ -268,9 +269,3 @@ class GGUFWeights:
         layer = _OF_A_LAYER.match(name)
         is_guessing = layer is not None and int(layer[1]) >= self._config.num_layers
         return name in _ROPE_TENSORS or is_guessing or name.startswith(self._unread)
-
-
-def _split_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """In each head first the rows that were even, then those that were odd."""
-    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)

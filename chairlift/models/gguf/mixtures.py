@@ -5,7 +5,7 @@ What llama.cpp does not write into a file, such as whether weights are normalise
 
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf.fields import Config, Fields
-from chairlift.models.gguf.recurrent import extend_granite_hybrid, extend_lfm2, extend_qwen35
+from chairlift.models.gguf.recurrent import extend_granite_hybrid, extend_lfm2, extend_qwen3_next, extend_qwen35
 
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes scores of a router's logits
 
@@ -31,6 +31,30 @@ def extend_qwen35_moe(config: Config, fields: Fields) -> Config:
     """Adds what a Qwen3.5 with experts has."""
     config = extend_qwen35(config, fields)
     return {**config, **_counts(fields), **_inner(config, fields), **_shared(fields)}
+
+
+def extend_qwen3_next_moe(config: Config, fields: Fields) -> Config:
+    """Adds what a Qwen3-Next has: weights are normalised."""
+    config = extend_qwen3_next(config, fields)
+    return {**config, **_counts(fields), **_inner(config, fields), **_shared(fields), "norm_topk_prob": True}
+
+
+def extend_ernie4_5_moe(config: Config, fields: Fields) -> Config:
+    """Adds what an Ernie 4.5 has. CheckpointError for shared experts of another size."""
+    counts, inner, num_shared = _counts(fields), _inner(config, fields), _count(fields, "expert_shared_count", 0)
+    size = num_shared * inner["moe_intermediate_size"]
+    if num_shared and fields.size("expert_shared_feed_forward_length", size) != size:
+        raise CheckpointError(f"its shared experts must have {size} inner features")
+    return {
+        **config,
+        "moe_num_experts": counts["num_experts"],
+        "moe_k": counts["num_experts_per_tok"],
+        **inner,
+        "moe_num_shared_experts": num_shared,
+        "moe_layer_start_index": _count(fields, "leading_dense_block_count", 0),
+        "moe_layer_interval": fields.size("interleave_moe_layer_step", 1),
+        "use_bias": config["attention_bias"],
+    }
 
 
 def extend_olmoe(config: Config, fields: Fields) -> Config:

@@ -29,6 +29,11 @@ def extend_qwen35(config: Config, fields: Fields) -> Config:
     }
 
 
+def extend_qwen3_next(config: Config, fields: Fields) -> Config:
+    """Adds what a Qwen3-Next has: as a Qwen3.5, and value heads that share a key head are neighbours."""
+    return {**extend_qwen35(config, fields), "has_tiled_heads": False}
+
+
 def _qwen35_layer_types(fields: Fields, num_layers: int) -> list[str]:
     interval = fields.size("full_attention_interval", _INTERVAL)
     is_recurrent = fields.any("attention.recurrent_layers", [])

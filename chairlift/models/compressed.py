@@ -160,7 +160,7 @@ class CompressedWeights:
         if num_groups == 1:
             size = next((each for each in (_SPREAD_OVER, 64, 32) if num_inputs % each == 0), size)
         has_offsets = num_bits == 4 or f"{self._matrices[name]}.{self._layout.zeros}" in self._files.tensors
-        return GroupFormat(num_bits, size, _SCALE_BYTES * (1 + has_offsets))
+        return GroupFormat(num_bits, size, _SCALE_BYTES, has_offsets)
 
     def are_equal(self, first: str, second: str) -> bool:
         """As in plain files. Matrices in groups count as different from all others."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16, whatever the file has
 _ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
 
 
@@ -59,7 +60,7 @@ def load_model(
     _log_skipped(model.config, reader)
     is_on_gpu = device != "cpu"
     formats = _formats_of(model, reader, parts, is_on_gpu=is_on_gpu)
-    if grouped := _size_in_groups(model, formats):
+    if grouped := _size_in_groups(model, formats, is_on_gpu=is_on_gpu):
         fate = "stay so" if keeps_groups else f"become {dtype}, since nothing here multiplies them as they are"
         logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
@@ -188,7 +189,8 @@ def grouped_size(checkpoint: Checkpoint, *, is_on_gpu: bool = False) -> GroupedS
     if isinstance(checkpoint.config, AdaptedConfig):
         return None  # transformers compares them
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
-    return _size_in_groups(model, _formats_of(model, reader, _match(model, reader), is_on_gpu=is_on_gpu))
+    parts = _match(model, reader)
+    return _size_in_groups(model, _formats_of(model, reader, parts, is_on_gpu=is_on_gpu), is_on_gpu=is_on_gpu)
 
 
 def _formats_of(
@@ -226,16 +228,16 @@ def _log_widened(
         )
 
 
-def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> GroupedSize | None:
+def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is_on_gpu: bool) -> GroupedSize | None:
     num_parameters = num_bytes = num_dequantized = 0
     for name, stored in formats.items():
-        shape = model.get_parameter(name).shape
-        size = shape.numel()
+        size = (shape := model.get_parameter(name).shape).numel()
         num_parameters += size
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
         # The widest of each, since they are stacked.
         num_bytes += size * max(each.num_bits for each in stored) // 8
-        num_bytes += size // stored[0].group_size * max(each.group_bytes for each in stored)
+        scale_bytes = max(each.scale_bytes for each in stored) if is_on_gpu else _NATIVE_SCALE_BYTES
+        num_bytes += size // stored[0].group_size * max(each.num_scales for each in stored) * scale_bytes
     return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 
 

@@ -24,7 +24,13 @@ class GroupFormat:
 
     num_bits: int
     group_size: int
-    group_bytes: int  # of a group's scale and offset
+    scale_bytes: int  # of a scale, and of an offset
+    has_offsets: bool = False
+
+    @property
+    def num_scales(self) -> int:
+        """Counts the scale and the offset of a group."""
+        return 1 + self.has_offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def format_of(kind: Kind) -> GroupFormat | None:
     if kind in PLAIN:
         return None
     blocks = _BLOCKS[kind]
-    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize * (1 + blocks.has_offsets))
+    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets)
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:

@@ -29,7 +29,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, finish, new_writer, write_model
 
 LEGACY = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
-EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
+EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
 NUM_BITS = dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), 4)
 DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
@@ -55,8 +55,10 @@ def random_blocks(kind: Kind, num_rows: int, num_blocks: int) -> np.ndarray[Any,
     size = GGML_QUANT_SIZES[kind][1]
     blocks = rng.integers(0, 256, (num_rows * num_blocks, size), dtype=np.uint8)
     halves = rng.normal(0, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)  # of 2 bytes, 2 numbers a block
-    if kind is Kind.Q6_K:
+    if kind in (Kind.Q6_K, Kind.Q3_K):
         blocks[:, -2:] = halves[:, :2]
+    elif kind is Kind.Q2_K:
+        blocks[:, -4:] = halves
     elif kind is Kind.MXFP4:
         blocks[:, 0] = rng.integers(115, 130, len(blocks))
     else:
@@ -84,8 +86,9 @@ def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind, num_rows: int)
     assert torch.equal(read.dequantize(), expected)
 
 
-def test_q6_k_becomes_the_nearest_of_255_steps_in_groups_of_32(tmp_path: Path) -> None:
-    read, expected = read_blocks(tmp_path / "blocks.gguf", Kind.Q6_K)
+@pytest.mark.parametrize("kind", [Kind.Q6_K, Kind.Q2_K])
+def test_scales_of_16_become_the_nearest_of_255_steps_in_groups_of_32(tmp_path: Path, kind: Kind) -> None:
+    read, expected = read_blocks(tmp_path / "blocks.gguf", kind)
     assert (read.num_bits, read.group_size, read.offsets) == (8, 32, None)
     largest = expected.view(37, -1, 32).abs().amax(-1, keepdim=True)
     assert ((read.dequantize() - expected).view(37, -1, 32).abs() <= 0.51 / 127 * largest + 1e-6).all()

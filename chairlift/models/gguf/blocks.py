@@ -28,6 +28,7 @@ _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
 _ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
 _Q8_MAX = 127
+_PAIRS_OF_BITS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]  # where they stand in a byte
 _IQ4_TABLE = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 
 
@@ -81,7 +82,7 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
         written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
         groups = blocks.decode(written.view(-1, block_bytes))
         values[some] = groups.values.reshape(-1, values.shape[1])
-        scales[some] = groups.scales.view(-1, scales.shape[1])
+        scales[some] = groups.scales.reshape(-1, scales.shape[1])
         if offsets is not None and groups.offsets is not None:
             offsets[some] = groups.offsets.view(-1, scales.shape[1])
 
@@ -162,16 +163,45 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
     """16 neighbours share a scale: in groups of 32 they are rounded to 255 steps, with nearly the same error."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
-    high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
+    high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3
     values = (low | high.view(-1, 8, 32) << 4).view(torch.int8) - 32
     scales = _halves(blocks[:, 208:]).float() * blocks[:, 192:208].view(torch.int8)  # [n, 16]
     largest = values.view(-1, 16, 16).abs().amax(dim=-1) * scales.abs()
-    exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
-    steps = exact.half()
-    steps = (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
+    steps = _steps(largest)
     ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
     return _Groups(nearest.to(torch.int8), steps)
+
+
+def _steps(largest: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of 16 neighbours `[n, 16]` -> float16 `[n, 8]`: steps for 32, of which each is 127 at most."""
+    exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
+    steps = exact.half()
+    return (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
+
+
+def _decode_q2_k(blocks: torch.Tensor) -> _Groups:
+    """16 neighbours share a scale and an offset: in groups of 32 they are rounded to 255 steps."""
+    values = (blocks[:, 16:80].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
+    scales = _halves(blocks[:, 80:82]).float() * (blocks[:, :16] & 15)
+    minima = _halves(blocks[:, 82:84]).float() * (blocks[:, :16] >> 4)
+    exact = values.view(-1, 16, 16) * scales[..., None] - minima[..., None]
+    steps = _steps(exact.abs().amax(dim=-1))
+    inverse = 1 / steps.float().clamp(min=torch.finfo(torch.float32).tiny)
+    return _Groups((exact.view(-1, 8, 32) * inverse[..., None]).round_().to(torch.int8), steps)
+
+
+def _decode_q3_k(blocks: torch.Tensor) -> _Groups:
+    """The scale of 16 neighbours is a small integer times the block's: as 8 bits its product with a value is exact."""
+    low = (blocks[:, 32:96].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
+    high = (blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8, 32]
+    values = low.view(-1, 8, 32).view(torch.int8) - 4 + (high << 2).view(torch.int8)
+    lowest = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), dim=1)
+    highest = torch.cat([(blocks[:, 104:108] >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
+    scales = (lowest | highest << 4).view(torch.int8) - 32  # [n, 16]
+    # -32 times -4 is the one product that 8 bits lack; its opposite they have.
+    products = values.view(-1, 16, 16) * -scales[..., None]
+    return _Groups(products.flatten(1), -_halves(blocks[:, 108:]).expand(-1, 8))
 
 
 def _decode_iq4_nl(blocks: torch.Tensor) -> _Groups:
@@ -199,6 +229,8 @@ _BLOCKS = {
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 8),
+    Kind.Q2_K: _Blocks(_decode_q2_k, 8),
+    Kind.Q3_K: _Blocks(_decode_q3_k, 8),
     Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),
     Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 4, torch.float32, table=_IQ4_TABLE),
     Kind.MXFP4: _Blocks(_decode_mxfp4, 4, torch.float32, table=mxfp4.TABLE),

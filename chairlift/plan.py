@@ -17,6 +17,9 @@ from chairlift.prompt_work import PromptPart, PromptResult
 ON_DEVICE = -1
 """An input token that the host does not know yet: the newest one that the device has sampled in the row's slot."""
 
+MOST_ENDS = 16
+"""A launch notices the end of a sequence that has at most so many end tokens."""
+
 
 class Grammar(Protocol):
     """The state of a sequence in the grammar that it must follow. One per sequence."""

@@ -164,6 +164,13 @@ class SlotLedger(SlotPool):
             self._check_claimed(seq_id)
             self._cut_states([seq_id], 0)
 
+    def stop_state(self, seq_id: int, num_tokens: int) -> None:
+        """Records that a claimed slot's recurrent state stopped after `num_tokens` tokens, before the end token."""
+        with self._lock:
+            self._check_claimed(seq_id)
+            if self.states is not None:
+                self.states.stop(seq_id, num_tokens)
+
     def abandon(self, seq_ids: Iterable[int]) -> None:
         """Cancels the reservations in flight for these slots, if there are any; nothing is committed."""
         with self._lock:

@@ -25,6 +25,7 @@ class StateBooks:
     def __init__(self, num_slots: int, max_tentative: int, num_snapshots: int = 0, row_bytes: int = 0) -> None:
         """`max_tentative`: tokens at the end of a row that may be taken back. `row_bytes`: of one state."""
         self.max_tentative = max_tentative
+        self.stops_at_ends = False  # no state takes an end token, or what a launch computes after one
         self.row_bytes = row_bytes
         self.snapshots = Snapshots(num_slots, num_snapshots)
         self._positions = [0] * num_slots
@@ -50,6 +51,11 @@ class StateBooks:
         if self._positions[slot] > num_tokens:
             self.stand(slot, 0)
         self._reaches[slot] = min(self._reaches[slot], num_tokens)
+
+    def stop(self, slot: int, num_tokens: int) -> None:
+        """Records that the slot's state took `num_tokens` tokens only, because the last one of its sequence follows."""
+        if self._positions[slot] > num_tokens:
+            self.stand(slot, num_tokens)
 
     def take_unused(self, claimed: Container[int]) -> list[int]:
         """Returns the rows that hold no state and take memory, which is to be freed."""

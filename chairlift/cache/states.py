@@ -46,12 +46,22 @@ class SlotStates:
     num_replayed: tuple[int, ...]  # by row: pending inputs to apply before those of the new tokens
     num_tentative: tuple[int, ...]  # by row
     counts: torch.Tensor | None = None  # int32 [2, rows]: the last two, on the device, for a graph that is recorded
+    # bool [rows], on the device: whether a row's new token is the one that ends its sequence, or comes after it. Such a
+    # token, of which the host does not know yet, is tentative. None: every sequence goes on.
+    has_ended: torch.Tensor | None = None
 
     def place(self, layer_idx: int) -> StatePlace:
         """Locates the state of a layer that has one."""
         place = self.places[layer_idx]
         assert place is not None, f"layer {layer_idx} has no state"
         return place
+
+    def read_ends(self) -> "SlotStates":
+        """Returns the same with what the device knows of ends in `num_tentative`. Waits for the device."""
+        if self.has_ended is None:
+            return self
+        pairs = zip(self.has_ended.tolist(), self.num_tentative, strict=True)
+        return replace(self, num_tentative=tuple(1 if ended else count for ended, count in pairs), has_ended=None)
 
     def next_step(self) -> "SlotStates":
         """Returns what the next step of a launch sees, in which every row has one new token."""

@@ -11,7 +11,8 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
-from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
+from chairlift.engine.execution.graphs import DecodeGraphs
+from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine
 from chairlift.engine.execution.mixed import MixedGraphs, padded_sizes
 from chairlift.engine.execution.recorder import GraphRecorder
@@ -116,7 +117,11 @@ class Executor:
         recorder, shape = self.pacing.recorder, self._shape
         num_slots = self.config.num_slots + (recorder is not None)
         self.cache = allocate_cache(shape.kept(self.config.dtype), shape.states(), num_slots, self.config)
-        last_tokens = LastTokens(num_slots, device)
+        books = self.cache.states
+        if books is not None:  # without kernels, reading ends would wait for a GPU
+            is_readable = device.type == "cpu" or ragged_recurrence.is_available(device)
+            books.stops_at_ends = is_readable and books.max_tentative > 0 and not self.config.speculation
+        last_tokens = LastTokens(num_slots, device, knows_ends=books is not None and books.stops_at_ends)
         self.sampler = self._parts.make_sampler(self.vocab_size, num_slots, device)
         if recorder is not None:
             self._make_graphs(recorder, last_tokens)

@@ -32,6 +32,8 @@ def prepare(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) ->
     counts = states.counts
     if counts is None:
         counts = to_device((states.num_replayed, states.num_tentative), torch.int32, states.live.device)
+        if states.has_ended is not None:
+            counts[1].masked_fill_(states.has_ended, 1)
     num_tokens = len(batch.positions)
     rows = RaggedRows.of(cache.lookup_table, cache.cache_lengths, batch.row_offsets, counts, num_tokens)
 

@@ -56,6 +56,7 @@ _LINEAR_FROM = 20.0  # softplus(x) is x here
 
 def prepare(states: SlotStates) -> Recur:
     """Computes once per step what all layers share. ValueError if rows replay or leave more than is kept of a slot."""
+    states = states.read_ends()
     schedule = _Schedule.of(states)
 
     def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
@@ -69,7 +70,7 @@ def prepare_part(states: SlotStates, start: int, stop: int) -> Recur:
 
     If a layer has more tokens than these, what is behind them is padding, whose outputs are the last token's.
     """
-    recur_part = prepare(_part_of(states, start, stop))
+    recur_part = prepare(_part_of(states.read_ends(), start, stop))
 
     def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
         outputs = recur_part(layer_idx, inputs[: stop - start], block)

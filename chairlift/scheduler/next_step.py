@@ -61,7 +61,9 @@ class NextStep:
         num_steps = 1
         if max_steps > 1 and self.decode and not self.guessing:
             room = max_seq_len - max(request.num_computed for request in self.decode)
-            wanted = max(request.num_remaining for request in self.decode)
+            num_remaining = [request.num_remaining for request in self.decode]
+            # A recurrent state cannot come back from beyond the last token of its sequence.
+            wanted = min(num_remaining) if self.decode[0].is_recurrent else max(num_remaining)
             num_steps = max(1, min(max_steps, room, wanted))  # none is wanted after a prompt that is only scored
         decode = [decode_row(request) for request in self.decode]
         guessing = [_guessing_row(request, guess) for request, guess in self.guessing]

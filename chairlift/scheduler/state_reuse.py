@@ -18,7 +18,7 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, SharedPrefix, count_tokens, cut_tokens, pack_tokens
 from chairlift.cache.snapshots import StateSource
 from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
-from chairlift.plan import StateCopy, StepPlan
+from chairlift.plan import MOST_ENDS, StateCopy, StepPlan
 from chairlift.scheduler.request import RequestState
 
 WAYPOINT_TOKENS = 1024
@@ -154,6 +154,17 @@ class StateReuse:
     def forget(self, request: RequestState, above: int) -> None:
         """Forgets kept states that have taken more than `above` tokens of a request, which may be at fault."""
         self._states.snapshots.forget(pack_tokens(request.token_ids), request.options.cache_salt, above)
+
+    def release(self, request: RequestState, num_sound: int) -> None:
+        """Sets the books right for a request that releases its slot, whose first `num_sound` tokens are sound."""
+        self.stop_at_end(request)
+        self.forget_unsound(request, num_sound)
+
+    def stop_at_end(self, request: RequestState) -> None:
+        """Records that a request's state stopped before its end token, if launches see to that."""
+        if self._states.stops_at_ends and request.has_end_token and len(request.end_token_ids) <= MOST_ENDS:
+            assert request.slot is not None, f"{request.request_id} has no slot"
+            self._slots.stop_state(request.slot, request.num_computed)
 
     def forget_unsound(self, request: RequestState, num_sound: int) -> None:
         """Forgets the states beyond the sound tokens of a request that releases its slot.

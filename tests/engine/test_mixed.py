@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType
-from chairlift.engine.execution.graphs import LastTokens
+from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.mixed import MixedGraphs, max_prompts, padded_sizes
 from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.parts import Pacing, Parts

@@ -188,6 +188,31 @@ def test_the_next_turn_finds_all_but_what_is_new(model: str, forgetful: LLM) -> 
         assert [slot.num_states for slot in slots] == [2, 0, 0]  # of the first turn; the others are too near
 
 
+def assert_next_turn_is_cached(llm: LLM, plain: LLM) -> None:
+    """Several answers that end at tokens which launches do not know in advance, and their next turns."""
+    prompts = PROMPTS[:3]
+    whole = tokens_of(plain.generate(prompts, GREEDY))
+    params = [
+        GREEDY.model_copy(update={"stop_token_ids": [answer[place]]})
+        for answer, place in zip(whole, (3, 4, 6), strict=True)
+    ]
+    ended = llm.generate(prompts, params)
+    assert [output.outputs[0].finish_reason for output in ended] == ["stop"] * 3
+    turns = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, tokens_of(ended), strict=True)]
+    outputs = [llm.generate([turn], GREEDY)[0] for turn in turns]
+    assert parts_of(outputs) == parts_of(plain.generate(turns, GREEDY))
+    assert cached(outputs) == [len(turn) - 4 for turn in turns]
+    core_of(llm).check()
+
+
+@pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 4), (1, 1)])
+def test_a_state_stops_at_the_end_token_of_an_answer(
+    model: str, forgetful: LLM, num_ahead: int, num_steps: int
+) -> None:
+    with make(model, num_ahead, max_steps_per_launch=num_steps) as llm:
+        assert_next_turn_is_cached(llm, forgetful)
+
+
 def test_a_preempted_request_goes_on_with_its_state(model: str, forgetful: LLM) -> None:
     long = GREEDY.model_copy(update={"max_tokens": 30})
     expected = tokens_of(forgetful.generate(PROMPTS[:2], long))

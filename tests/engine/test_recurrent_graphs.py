@@ -18,7 +18,7 @@ from chairlift.models.attention import BatchMetadata
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.recurrence import Recur, prepare
 from tests.engine.support import GREEDY, Recorder, core_of, tokens_of
-from tests.engine.test_recurrent import CASES, IN_TORCH, PROMPTS, SETTINGS, TINY
+from tests.engine.test_recurrent import CASES, IN_TORCH, PROMPTS, SETTINGS, TINY, assert_next_turn_is_cached
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import make_core, with_attention
@@ -76,6 +76,11 @@ def test_answers_are_those_without_graphs(model: str, plain: LLM, steps: int, nu
         assert tokens_of(again) == expected
         assert sum(output.num_cached_tokens for output in again) > 200
         core_of(llm).check()
+
+
+def test_a_recorded_step_stops_states_at_end_tokens(model: str, plain: LLM) -> None:
+    with graphed(model, Recorder(), 1, max_steps_per_launch=3) as llm:
+        assert_next_turn_is_cached(llm, plain)
 
 
 def test_nothing_is_recorded_without_kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ another salt, has another number. Inputs that may be taken back are kept as toke
 overwritten with junk, as in `device.py`; what was freed is zeros.
 """
 
+import sys
 from array import array
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -49,6 +50,7 @@ class DeviceStates:
     def advance(self, plan: StepPlan, index: int, case: Case, new: Sequence[int], oldest: int, epoch: int) -> None:
         """Takes a row's inputs: pending ones, then the new ones but the tentative ones, which are pending from here on.
 
+        Without guesses a state stops before the token that ends its sequence, whatever is computed beyond.
         `oldest`: the epoch of what the row may go on from. `epoch`: now.
         """
         if not self.numbers:
@@ -57,18 +59,21 @@ class DeviceStates:
         slot, start = plan.reservation.seq_ids[index], plan.reservation.lengths[index]
         num_replayed, num_tentative = plan.reservation.num_replayed[index], plan.reservation.num_tentative[index]
         position, replayed = start - num_replayed, self.pending[slot][:num_replayed]
+        end = sys.maxsize if self.scope.num_guessed else case.end
         number = first_number(case.request.options.cache_salt)
         if position:
             number = self.numbers[slot]
-            self._require_number(number, case.numbers[position - 1], f"{case.name} goes on from row {slot}")
+            self._require_number(number, case.numbers[min(position, end) - 1], f"{case.name} goes on from row {slot}")
             require(self.epochs[slot] >= oldest, f"{case.name} goes on from a state that was forgotten")
+        if position > end:
+            return
         wanted = list(case.tokens[position:start])
         require(replayed == wanted, f"{case.name} replays {replayed}, and its tokens there are {wanted}")
         inputs = [*replayed, *new]
-        num_taken = len(inputs) - num_tentative
-        for token in inputs[:num_taken]:
+        num_settled = len(inputs) - num_tentative
+        for token in inputs[: min(num_settled, end - position)]:
             number = self._after(number, token)
-        self.numbers[slot], self.pending[slot] = number, inputs[num_taken:]
+        self.numbers[slot], self.pending[slot] = number, inputs[num_settled:]
         self.epochs[slot] = min(self.epochs[slot], epoch) if position else epoch
 
     def spoil(self, plan: StepPlan) -> None:
@@ -117,7 +122,8 @@ class DeviceStates:
         for slot, case in owners.items():
             position = books.position(slot)
             if 0 < position <= len(case.numbers):
-                self._require_number(numbers[slot], case.numbers[position - 1], f"the state of {case.name}")
+                taken = position if self.scope.num_guessed else min(position, case.end)
+                self._require_number(numbers[slot], case.numbers[taken - 1], f"the state of {case.name}")
 
     def check_freed(self, books: StateBooks | None) -> None:
         """Checks that states that nobody needs take no memory. To be called after a rest."""

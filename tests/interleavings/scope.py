@@ -6,6 +6,7 @@ that number. So everything that a request should read and be answered follows fr
 here before the search begins.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -129,6 +130,12 @@ class Case:
     @property
     def name(self) -> str:
         return self.request.request_id
+
+    @property
+    def end(self) -> int:
+        """The place of the token that ends it, which a recurrent state does not take; without one, a large number."""
+        ends, first = self.request.eos_token_ids, len(self.request.prompt_token_ids)
+        return next((place for place in range(first, len(self.tokens)) if self.tokens[place] in ends), sys.maxsize)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from chairlift.cache.state_books import StateBooks
 from chairlift.scheduler import RequestState
 from chairlift.scheduler.state_reuse import StateReuse
 from tests.interleavings.scope import Scope
-from tests.interleavings.scopes_of_states import FAILURES, FORKS, JUNCTIONS, REPLAYS, RESETS, TURNS
+from tests.interleavings.scopes_of_states import FAILURES, FORKS, JUNCTIONS, REPLAYS, RESETS, SURPLUS, TURNS
 from tests.interleavings.search import Counterexample, search
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -118,6 +118,16 @@ def keep_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotLedger, "claim", claim_as_it_is)
 
 
+def stop_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """A state counts as stopped at whatever end, though launches only notice end tokens."""
+
+    def stop(self: StateReuse, request: RequestState) -> None:
+        assert request.slot is not None
+        self._slots.stop_state(request.slot, request.num_computed)
+
+    patch.setattr(StateReuse, "stop_at_end", stop)
+
+
 IN_ORDER = replace(RESETS, is_in_order=True, num_resets=0, num_rests=0)
 
 DEFECTS = [
@@ -133,6 +143,7 @@ DEFECTS = [
     (free_nothing, RESETS, "takes memory, and nobody needs its state"),
     (ignore_salts, IN_ORDER, "is token 79 of a, not token 79 of c"),
     (keep_positions, TURNS, "cannot go on after 0 tokens"),
+    (stop_anywhere, SURPLUS, "the state of warm slot"),
 ]
 
 

@@ -62,6 +62,7 @@ class World:
         if scope.num_snapshots is not None:
             max_tentative = max(PROMPT_TAIL, scope.num_guessed + 1)  # as the engine does
             states = StateBooks(scope.num_slots, max_tentative, scope.num_snapshots, row_bytes=1)
+            states.stops_at_ends = not scope.num_guessed
         self.disk = None if scope.saved is None else Disk(scope, saved=list(scope.saved))
         self.ledger = SlotLedger(scope.num_slots, scope.max_seq_len, scope.cache_tokens, states)
         self.scheduler = Scheduler(

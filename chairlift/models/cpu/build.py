@@ -138,6 +138,20 @@ def open_library(instruction_set: InstructionSet, toolchain: Toolchain = TOOLCHA
         raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
 
 
+def prepare_library(instruction_set: InstructionSet) -> Path:
+    """Compiles the kernels' library unless it is there, and returns its path. CpuKernelsUnavailable if that fails.
+
+    It needs no torch, and takes an OpenMP runtime for granted: without one `open_library` compiles another.
+    """
+    name = file_name(instruction_set)
+    if (packaged := _PACKAGED / name).is_file():
+        return packaged
+    path = cache_directory() / name
+    if not path.is_file():
+        _compile(instruction_set, path, TOOLCHAIN)
+    return path
+
+
 def _load_openmp(toolchain: Toolchain) -> bool:
     """Loads torch's own, so that both share one thread pool: two would compete for cores. False: there is none."""
     import torch

@@ -1,14 +1,13 @@
-"""Finds what the processor can do, and so which instruction sets the kernels use."""
+"""Finds what the processor can do, and so which instruction sets the kernels use. It needs no torch."""
 
 import ctypes
 import os
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-import torch
 
 from chairlift.errors import ConfigurationError
 from chairlift.models.cpu.build import PLAIN, instruction_sets
@@ -16,6 +15,8 @@ from chairlift.models.cpu.build import PLAIN, instruction_sets
 LEVEL_VARIABLE = "CHAIRLIFT_CPU_LEVEL"
 
 _LINUX, _MACOS = "Linux", "Darwin"
+_CPUINFO = Path("/proc/cpuinfo")
+_RENAMED = {"fma": "fma3"}  # as torch has it; and its AVX-512 features have one "_" more
 _AT_HWCAPS = (16, 26)  # in the auxiliary vector that Linux passes to every process: 64 bits each
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 _MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
@@ -40,7 +41,7 @@ class Processor:
             return cls(system, machine)
         if machine == "aarch64":
             return cls(system, machine, arm_features(_hwcap()))
-        return cls(system, machine, _x86_features(), _vendor())
+        return cls(system, machine, x86_features(_cpuinfo("flags")), _cpuinfo("vendor_id"))
 
 
 def wanted_level() -> str | None:
@@ -91,15 +92,16 @@ def mac_features(sysctl: Callable[[str], int]) -> frozenset[str]:
     return frozenset(["asimd", *(name for name, fact in _MAC_FACTS.items() if sysctl(f"hw.optional.arm.{fact}"))])
 
 
-def _x86_features() -> frozenset[str]:
-    """Reads features as torch names them."""
-    return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+def x86_features(flags: str) -> frozenset[str]:
+    """Reads features as Linux lists them on x86: https://docs.kernel.org/arch/x86/cpuinfo.html"""
+    named = (_RENAMED.get(flag, flag) for flag in flags.split())
+    return frozenset(re.sub(r"^avx512(?!_)", "avx512_", name) for name in named)
 
 
-def _vendor() -> str:
-    """Reads the processor's vendor, as Linux reports it on x86."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+def _cpuinfo(field: str) -> str:
+    """Reads a field of the first core, as Linux reports it on x86; empty if there is none."""
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split("\t")[0] == field), "")
 
 
 def _hwcap() -> int:

@@ -16,7 +16,14 @@ import torch
 from chairlift import LLM
 from chairlift.errors import ConfigurationError
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library, structures
-from chairlift.models.cpu.build import TOOLCHAIN, Toolchain
+from chairlift.models.cpu.build import (
+    CACHE_VARIABLE,
+    TOOLCHAIN,
+    Toolchain,
+    file_name,
+    instruction_sets,
+    prepare_library,
+)
 from chairlift.models.cpu.processor import Processor, find_drawback, mac_features, usable_instruction_sets
 
 # A compiler that counts its calls, and whose library is one that was compiled before.
@@ -401,3 +408,21 @@ def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(copying
     load_anew(None, Toolchain(torch=copying.around / "torch", system_openmp="no-such-library.so"))
     assert ["-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls] == [False, True]
     assert len(copying.names) == 2
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads an x86 processor's features")
+def test_the_processors_features_are_those_that_torch_sees() -> None:
+    seen = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
+    wanted = {feature for each in instruction_sets("x86_64") for feature in each.features}
+    assert Processor.here().features & wanted == seen & wanted
+
+
+def test_a_library_that_was_compiled_ahead_is_the_one_that_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compile_library", lambda _command, _set, path, _toolchain: path.write_bytes(b"made"))
+    path = prepare_library(instruction_sets("x86_64")[-1])
+    written = path.stat().st_mtime_ns
+    assert path == tmp_path / "cache" / file_name(instruction_sets("x86_64")[-1])
+    assert prepare_library(instruction_sets("x86_64")[-1]).stat().st_mtime_ns == written

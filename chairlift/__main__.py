@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `chat`, `generate`, `run-batch`, `bench` and `compare`.
+"""The command line: `chairlift serve`, `chat`, `generate`, `run-batch`, `bench`, `compare` and `models`.
 
 Slow imports wait until needed.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift import __version__
-from chairlift.errors import ChairliftError, ConfigurationError
+from chairlift.errors import ChairliftError, ConfigurationError, ServerUnreachable
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from chairlift.config import EngineConfig
     from chairlift.engine.async_llm import AsyncLLM
     from chairlift.loadtest import BenchConfig
+    from chairlift.local_models import ModelsConfig
 
 EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 
 _SPIN_COUNT = "20000"  # a millisecond. By default OpenMP's threads spin much longer, which slows other programs
@@ -144,6 +146,12 @@ def compare(config: "CompareConfig") -> int:
     return run(config)
 
 
+def models(config: "ModelsConfig") -> int:
+    from chairlift.local_models import run
+
+    return run(config)
+
+
 def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
     """Runs a server's loop. The process exits at most `_LAST_THREADS_S` after the loop's end, even if a thread hangs,
     for instance in a tokenizer: a regular exit would wait for it.
@@ -255,6 +263,15 @@ _COMMANDS = (
         ),
         positionals=("reference", "candidate"),
     ),
+    Command(
+        models,
+        "models",
+        "List the models on this machine, their sizes, and whether each can be served.",
+        models=("chairlift.local_models:ModelsConfig",),
+        groups={"models": "folder"},
+        examples=("chairlift models", "chairlift models ~/models"),
+        positionals=("folder",),
+    ),
 )
 COMMANDS = {command.name: command for command in _COMMANDS}
 
@@ -271,6 +288,7 @@ commands:
   bench              load-test any OpenAI-compatible server
   compare REFERENCE CANDIDATE
                      measure the divergence between two models, files, formats or servers
+  models [FOLDER]    list the models on this machine
 
 flags:
   --help             show this, or after a command its flags, and leave
@@ -286,7 +304,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Runs a command and returns its exit code, as docs/usage.md lists them."""
     name, *flags = (sys.argv[1:] if arguments is None else arguments) or [""]
     try:
         return _run(name, flags)
@@ -297,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             handler.flush()  # what was logged earlier comes first
         for line in str(error).splitlines():
             sys.stderr.write(f"chairlift: error: {line}\n")
-        return EXIT_USAGE
+        return EXIT_UNREACHABLE if isinstance(error, ServerUnreachable) else EXIT_USAGE
 
 
 def _run(name: str, flags: Sequence[str]) -> int:

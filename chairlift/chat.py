@@ -6,6 +6,7 @@ Ctrl-C ends an answer and keeps the text so far; at the prompt it discards the l
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
+from chairlift.reachability import require_server, unreachable
+from chairlift.word_wrap import WordWrap
 
 HELP = '''\
   /system TEXT   set the system message (without TEXT: remove it)
@@ -71,6 +74,10 @@ class Speaker(Protocol):
         """Yields ("thought" or "text", new piece). `ConnectionError` if the server cannot be reached or fails."""
         ...
 
+    async def check(self) -> None:
+        """ServerUnreachable if nobody answers there."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -92,6 +99,9 @@ class OwnModel:
                 yield "text", text[num_told:]
                 num_told = len(text)
 
+    async def check(self) -> None:
+        """Does nothing: the model is here."""
+
     async def close(self) -> None:
         await self._llm.close()
 
@@ -102,7 +112,8 @@ class Server:
     def __init__(self, config: ChatConfig, model: str | None) -> None:
         """`model`: its name on the server; None: the server's default."""
         assert config.url is not None, "a server has an address"
-        self._url = f"{config.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self._root = config.url.rstrip("/").removesuffix("/v1")
+        self._url = f"{self._root}/v1/chat/completions"
         self._body = {**config.sampling, "stream": True, **({} if model is None else {"model": model})}
         key = None if config.api_key is None else config.api_key.get_secret_value()
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -123,7 +134,14 @@ class Server:
                     for piece in _pieces(line.decode().strip()):
                         yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
+            raise ConnectionError(str(unreachable(self._root, error))) from error
+
+    async def check(self) -> None:
+        """See `Speaker`."""
+        import aiohttp
+
+        async with aiohttp.ClientSession(headers=self._headers) as http:
+            await require_server(http, self._root)
 
     async def close(self) -> None:
         """Does nothing: no connection stays open between two answers."""
@@ -203,13 +221,16 @@ class Conversation:
 def converse(
     speaker: Speaker, system: str | None, runner: asyncio.Runner, read_line: Callable[[str], str] = input
 ) -> int:
-    """Answers messages from the terminal until the user leaves. Returns the exit code.
+    """Answers messages from the terminal until the user leaves. Returns the exit code: 1 if one has no answer.
 
-    `read_line`: shows a prompt and reads a line; EOFError at the end of the input.
+    ServerUnreachable if nobody answers at the beginning. `read_line`: shows a prompt and reads a line; EOFError at the
+    end of the input.
     """
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401 - gives `input` a history and an editor
     conversation = Conversation(system)
+    runner.run(speaker.check())
+    is_good = True
     if sys.stdin.isatty():
         _tell("/help lists the commands; ctrl-D leaves")
     try:
@@ -217,14 +238,15 @@ def converse(
             if said.startswith("/"):
                 _tell(conversation.obey(said))
             elif said:
-                _answer(speaker, conversation, said, runner)
+                is_good &= _answer(speaker, conversation, said, runner)
     finally:
         runner.run(speaker.close())
-    return 0
+    return 0 if is_good else 1
 
 
-def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asyncio.Runner) -> None:
-    """Adds a message and its answer, or neither if there is no answer at all."""
+def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asyncio.Runner) -> bool:
+    """Adds a message and its answer, or neither if there is no answer at all. Returns false after an error."""
+    is_good = True
     conversation.messages.append({"role": "user", "content": said})
     texts: list[str] = []
     try:
@@ -233,24 +255,31 @@ def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asy
         _tell("\n(ended)")
     except (ConnectionError, ValueError) as error:  # ValueError: for instance, the conversation is too long
         _tell(f"error: {error}")
+        is_good = False
     if texts:
         conversation.messages.append({"role": "assistant", "content": "".join(texts)})
     else:
         conversation.messages.pop()
+    return is_good
 
 
 async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> None:
     """Writes the answer as it arrives, and appends its text to `texts`."""
     shown = "text"
+    wrap = WordWrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
     async with contextlib.aclosing(speaker.answer(messages)) as pieces:
         async for kind, piece in pieces:
             if kind != shown:
-                _write("\n\n" if shown == "thought" else "")
-                shown = kind
+                _write(_styled((wrap.end() if wrap else "") + ("\n\n" if shown == "thought" else ""), shown))
+                shown, wrap = kind, WordWrap(wrap.width) if wrap else None
             if kind == "text":
                 texts.append(piece)
-            _write(f"{_DIM}{piece}{_PLAIN}" if kind == "thought" and sys.stdout.isatty() else piece)
-    _write("\n")
+            _write(_styled(wrap.push(piece) if wrap else piece, kind))
+    _write(_styled(wrap.end() if wrap else "", shown) + "\n")
+
+
+def _styled(text: str, kind: str) -> str:
+    return f"{_DIM}{text}{_PLAIN}" if text and kind == "thought" and sys.stdout.isatty() else text
 
 
 def _read_message(read_line: Callable[[str], str]) -> str | None:

@@ -16,6 +16,7 @@ ChairliftError
 ├── ServerTooBusy                    all clients together have too many requests being read or checked
 ├── GrammarsBusy                     no grammar can be compiled now: there are too many others
 ├── EngineClosed                     the engine was closed, or is draining; it accepts no new requests
+├── ServerUnreachable                a command was told to use a server, and none answers there
 ├── RequestFailed                    this one request could not be computed; others continue
 └── EngineDead                       a step failed or hung; the engine has stopped
     └── EngineHung                   a step took longer than its limit
@@ -169,6 +170,10 @@ class GrammarsBusy(ChairliftError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"this grammar cannot be compiled now: {reason}; try again later")
+
+
+class ServerUnreachable(ChairliftError):
+    """No server answers at the address that a command was told to use. The message says why."""
 
 
 class EngineClosed(ChairliftError):

@@ -19,6 +19,7 @@ from chairlift.chat import ChatConfig, Message, Server, converse
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
 from chairlift.flags import fields_of, read_settings
+from chairlift.word_wrap import WordWrap
 from tests.api.conftest import serving
 from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint
 
@@ -262,6 +263,7 @@ def test_the_package_loads_its_public_names_on_first_use() -> None:
         chairlift.Engine  # noqa: B018
 
 
+REQUEST = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}\n'
 QUESTION: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
@@ -271,6 +273,8 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[list[Message]] = []
         self.is_closed = False
+
+    async def check(self) -> None: ...
 
     async def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
         self.asked.append([dict(message) for message in messages])
@@ -288,7 +292,7 @@ class Echo:
         self.is_closed = True
 
 
-def talk(*lines: str | type[BaseException], system: str | None = None) -> Echo:
+def talk(*lines: str | type[BaseException], system: str | None = None, code: int = 0) -> Echo:
     """Types these lines, and ctrl-C where one is KeyboardInterrupt, until the input ends."""
     typed: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
 
@@ -300,7 +304,7 @@ def talk(*lines: str | type[BaseException], system: str | None = None) -> Echo:
 
     speaker = Echo()
     with asyncio.Runner() as runner:
-        assert converse(speaker, system, runner, read) == 0
+        assert converse(speaker, system, runner, read) == code
     assert speaker.is_closed
     return speaker
 
@@ -315,7 +319,7 @@ def test_answers_are_written_behind_their_thoughts_and_remembered(capsys: Printe
 def test_ctrl_c_ends_the_answer_and_not_the_program(capsys: Printed) -> None:
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:
-        speaker = talk("stop", KeyboardInterrupt, "refuse", "b")
+        speaker = talk("stop", KeyboardInterrupt, "refuse", "b", code=1)
     finally:
         signal.signal(signal.SIGINT, usual)
     assert "(ended)" in capsys.readouterr().err
@@ -341,7 +345,7 @@ def test_commands_change_the_conversation_and_save_it(capsys: Printed, tmp_path:
 def test_a_model_of_its_own_answers(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     typed = f"What is 17 + 25?\n{'a' * 3000}\n/bye\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    assert main(["chat", "--dtype", "float32", "--max-seq-len", "256", "--num-threads", "1"]) == 0
+    assert main(["chat", "--dtype", "float32", "--max-seq-len", "256", "--num-threads", "1"]) == 1
     printed = capsys.readouterr()
     assert printed.out == "17 + 25 = 42.\n"
     assert "error: This model's maximum context length is 256 tokens." in printed.err
@@ -371,5 +375,47 @@ async def test_a_server_answers_with_thoughts_and_text(tmp_path: Path, monkeypat
             assert await said(speaker) == [("thought", "Hm."), ("text", "Four.")]
         with pytest.raises(ConnectionError, match="the server says 401: no valid API key"):
             await said(Server(ChatConfig(url=server.url), None))
-    with pytest.raises(ConnectionError, match="cannot be reached"):
+    with pytest.raises(ConnectionError, match="no server answers at"):
         await said(Server(ChatConfig(url=server.url), None))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat"],
+        ["bench"],
+        ["compare", "bundled", "http://127.0.0.1:1"],
+        ["run-batch", "-i", "in.jsonl", "-o", "out.jsonl"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_server_that_is_not_there_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(REQUEST)
+    url = [] if arguments[0] == "compare" else ["--url", "http://127.0.0.1:1"]
+    assert main([*arguments, *url]) == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "chairlift: error: no server answers at http://127.0.0.1:1 (connection refused)"
+    assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text()
+
+
+def in_lines(*pieces: str, width: int = 12) -> str:
+    wrap = WordWrap(width)
+    return "".join(map(wrap.push, pieces)) + wrap.end()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        (["The quick bro", "wn fox jumps."], "The quick\nbrown fox\njumps."),
+        (["one", " two\n\n  three fours"], "one two\n\n  three\nfours"),
+        (["twelve chars"], "twelve chars"),
+        (["a " + "b" * 15 + " c"], "a\n" + "b" * 15 + " c"),
+        (["```\na long line of code\n```\nand more text"], "```\na long line of code\n```\nand more\ntext"),
+        (["日本語の 文字"], "日本語の\n文字"),
+    ],
+)
+def test_an_answer_breaks_between_words(pieces: list[str], lines: str) -> None:
+    assert in_lines(*pieces) == lines

@@ -1,6 +1,7 @@
 """Runs `chairlift run-batch`: reads the requests, makes those without a reply, and tells how it went.
 
-Exit codes: 0 if every request has a good reply, else 1; a file that cannot be used is an error like a wrong flag.
+Exit codes: 0 if every request has a good reply, else 1; a file that cannot be used is an error like a wrong flag. A
+server that does not answer at the beginning raises ServerUnreachable.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from chairlift.batch.lines import BatchRequest, Reply, ReplyFile, check_requests
 from chairlift.batch.runner import make_requests
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, ConfigurationError
+from chairlift.reachability import require_server
 
 _CONCURRENCY_OF_SERVERS = 64
 _ROWS_PER_SLOT = 2  # one runs and one waits, so that no slot is ever idle
@@ -110,4 +112,6 @@ async def _other(config: BatchConfig, url: str) -> AsyncIterator[_Server]:
     key = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key.get_secret_value()}"}
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=key, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        yield _Server(session, url.rstrip("/").removesuffix("/v1"), _CONCURRENCY_OF_SERVERS, asyncio.Event().wait)
+        url = url.rstrip("/").removesuffix("/v1")
+        await require_server(session, url)
+        yield _Server(session, url, _CONCURRENCY_OF_SERVERS, asyncio.Event().wait)

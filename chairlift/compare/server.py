@@ -8,6 +8,7 @@ import aiohttp
 
 from chairlift.compare.divergence import Told
 from chairlift.errors import ConfigurationError
+from chairlift.reachability import unreachable
 
 _TIMEOUT_S = 600.0
 _SHOWN = 200  # characters of an error's body
@@ -90,7 +91,9 @@ class Server:
                     raise ConfigurationError(f"{self.name} answered {path} with status {response.status}: {text}")
                 reply: dict[str, Any] = await response.json()
                 return reply
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise unreachable(self.name, error) from error
+        except (aiohttp.ClientError, ValueError) as error:
             raise ConfigurationError(f"{self.name} cannot be used: {error or type(error).__name__}") from error
 
 

@@ -19,8 +19,8 @@ from chairlift.loadtest.records import (
     RequestFailed,
     RequestFailure,
     RequestRecord,
-    one_line,
 )
+from chairlift.reachability import unreachable
 
 # What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
 REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -50,7 +50,10 @@ def allow_many_connections() -> None:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first model that the server at `url` lists. Raises `BenchError` if there is none."""
+    """The first model that the server at `url` lists.
+
+    BenchError if it lists none, ServerUnreachable if nobody answers.
+    """
     models_url = f"{url}/v1/models"
     try:
         async with session.get(models_url) as response:
@@ -58,7 +61,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     except TimeoutError:
         raise BenchError(f"{models_url} did not answer in time") from None
     except (aiohttp.ClientError, ValueError) as problem:
-        raise BenchError(f"cannot reach {url}: {one_line(str(problem))}") from None
+        raise unreachable(url, problem) from None
     if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise BenchError(f"{models_url} answered HTTP {response.status}: give the server's --api-key")
     try:

@@ -190,12 +190,12 @@ def test_what_cannot_be_read_is_one_line_and_a_usage_error(
 def test_a_place_where_nobody_can_listen_is_one_line_and_no_usage_error(
     url: str, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "--url", url, *flags]) == 1
+    assert main(["bench", "--url", url, *flags]) == 3
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
     assert printed.out == ""
     assert [line for line in errors if "error: " in line] == [errors[-1]]
-    assert errors[-1].startswith(f"error: cannot reach {url}: ")
+    assert errors[-1].startswith(f"chairlift: error: no server answers at {url} (")
 
 
 def test_flags_become_settings() -> None:

@@ -13,7 +13,7 @@ SMOLLM2 := $(VENV)/.smollm2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve kernels bytecode test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel compilers sanitizers gpu clean
+.PHONY: help setup serve kernels bytecode test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel sdist compilers sanitizers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,7 +117,10 @@ bench: setup ## offline throughput of a random 135 M model beside transformers (
 	$(BIN)/python benchmarks/compare.py --peer transformers --workloads 1x128+128 8x128+128 32x128+128 $(ARGS)
 
 wheel: setup ## a wheel in dist/ with the kernels of every instruction set, so that installing it takes no compiler
-	CHAIRLIFT_WHEEL_KERNELS=all $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	CHAIRLIFT_WHEEL_KERNELS=all $(BIN)/hatchling build --target wheel --directory dist
+
+sdist: setup ## the sources in dist/; what pip makes of them compiles the kernels at their first use
+	$(BIN)/hatchling build --target sdist --directory dist
 
 compilers: setup ## compile the kernels with gcc 11 to 14 and clang, as far as they are installed, for every instruction set
 	$(PYTEST) -n 2 tests/models/cpu/test_toolchains.py -k no_compiler_warns $(ARGS)

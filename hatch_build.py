@@ -6,6 +6,8 @@ Without it, as when pip installs from the sources, a wheel has none, and they ar
 import importlib.util
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,11 @@ class KernelsHook(BuildHookInterface[Any]):
         # What is compiled on a newer macOS runs on the tag's, too; elsewhere nobody reads this.
         os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")
         libraries.mkdir(parents=True, exist_ok=True)
-        for instruction_set in available:
-            if wanted == ["all"] or instruction_set.name in wanted:
-                library = libraries / build.file_name(instruction_set)
-                build.compile_library(command, instruction_set, library)
-                build_data["force_include"][str(library)] = str(ROOM / "libraries" / library.name)
+        chosen = [each for each in available if wanted == ["all"] or each.name in wanted]
+        paths = [libraries / build.file_name(each) for each in chosen]
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            list(compilers.map(partial(build.compile_library, command), chosen, paths))
+        build_data["force_include"] |= {str(path): str(ROOM / "libraries" / path.name) for path in paths}
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"
 

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from tests.page.page_support import SAID, Keys, open_live, send
-from tests.support.browser import PHONE, Page
+from tests.page.page_support import SAID, SLOT_LEN, Keys, ask, open_live, send
+from tests.support.browser import DESKTOP, PHONE, Page
+from tests.support.fake_batch import FakeBatch
 from tests.support.fake_site import FakeSite
 
 pytestmark = pytest.mark.slow  # they need a browser
@@ -68,6 +69,28 @@ def test_a_phone_shows_one_half_at_a_time(tab: Page, site: FakeSite) -> None:
     tab.type("#message", "Hi!")
     tab.click("#send")
     tab.wait_for_text(SAID, "Hello there.")
-    targets = "[...document.querySelectorAll('button, summary')].filter((each) => each.checkVisibility())"
-    least = tab.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))")
-    assert least >= 24  # WCAG 2.2's least size of a target
+
+
+# Texts below twelve pixels, and what is used with less than 24 pixels (WCAG 2.2), links in sentences apart.
+SMALL = """[...document.querySelectorAll("body *")].filter((each) => each.checkVisibility()).flatMap((each) => {
+  const hasText = [...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim() !== "");
+  const isTarget = each.matches("button, input, textarea, summary, [tabindex], a:not(.text a)");
+  return [
+    ...(hasText && parseFloat(getComputedStyle(each).fontSize) < 12 ? [`text: ${each.outerHTML}`] : []),
+    ...(isTarget && Math.min(each.offsetWidth, each.offsetHeight) < 24 ? [`target: ${each.outerHTML}`] : []),
+  ];
+})"""
+
+
+@pytest.mark.parametrize(("num_slots", "size"), [(12, PHONE), (48, DESKTOP), (256, PHONE)])
+def test_no_text_is_small_and_nothing_is_hard_to_hit(tab: Page, num_slots: int, size: tuple[int, int]) -> None:
+    site = FakeSite(FakeBatch(num_slots, SLOT_LEN), thoughts=["Hm."])
+    site.batch.crowd(num_slots + 4)
+    with site.online():
+        open_live(tab, site, size)
+        ask(tab, "Hi!")
+        tab.click("#settings summary")
+        assert tab.run(SMALL) == []
+        if size == PHONE:
+            tab.click("[data-shows=batch]")
+            assert tab.run(SMALL) == []

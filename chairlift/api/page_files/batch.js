@@ -1,13 +1,12 @@
 // The right half: the batch as the newest snapshot has it.
 
 import { AreaChart, StepStrip } from "./charts.js";
+import { at, say } from "./dom.js";
 import { History, NUM_SECONDS, NUM_STEPS, median } from "./history.js";
 import { count, duration, plural, rate } from "./numbers.js";
 import { Slots } from "./slots.js";
 
 const TICK_MS = 500; // time goes on in the charts while nothing comes
-
-const at = (id) => document.getElementById(id);
 
 export class Batch {
   // `own`: a set with the ids of this page's requests.
@@ -91,9 +90,4 @@ export class Batch {
     say("queue-rest", numMore > 0 ? `and ${count(numMore)} more` : "");
     say("queue-words", snapshot.num_waiting === 0 ? "nobody" : "prompt tokens · time since it came");
   }
-}
-
-function say(id, text) {
-  const element = at(id);
-  if (element.textContent !== text) element.textContent = text;
 }

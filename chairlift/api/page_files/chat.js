@@ -105,7 +105,7 @@ class Entry {
   constructor(role) {
     this.element = document.createElement("article");
     this.element.className = role;
-    const name = document.createElement("h4");
+    const name = document.createElement("h3");
     name.textContent = role === "user" ? "You" : "Model";
     this.body = document.createElement("p");
     this.body.className = "text";

@@ -1,5 +1,6 @@
 // Every slot as a row that fills, all of them to one scale.
 
+import { make } from "./dom.js";
 import { count, plural } from "./numbers.js";
 
 const ROOMY = 12; // slots, at most
@@ -90,11 +91,10 @@ class Row {
     this.element = document.createElement("li");
     this.element.tabIndex = -1;
     this.element.setAttribute("aria-describedby", "slot-detail");
-    this.number = child(this.element, "span", "number");
-    this.number.textContent = index;
-    const track = child(this.element, "span", "track");
-    this.parts = Object.fromEntries(PARTS.map((name) => [name, child(track, "i", `part ${name}`)]));
-    this.told = child(this.element, "span", "told");
+    this.number = make("span", "number", index);
+    this.parts = Object.fromEntries(PARTS.map((name) => [name, make("i", `part ${name}`)]));
+    this.told = make("span", "told");
+    this.element.append(this.number, make("span", "track", ...Object.values(this.parts)), this.told);
     this.drawn = {};
   }
 
@@ -170,11 +170,4 @@ function told(slot, isOwn) {
     default:
       return `${who}${count(slot.num_prompt_tokens)} + ${count(slot.num_tokens - slot.num_prompt_tokens)}`;
   }
-}
-
-function child(parent, tag, className) {
-  const element = document.createElement(tag);
-  element.className = className;
-  parent.append(element);
-  return element;
 }

@@ -24,14 +24,19 @@ MAX_WATCHERS = 64
 SNAPSHOT_INTERVAL_S = 0.1
 
 _FOLDER = Path(__file__).parent / "page_files"
-_FILES = {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir())}
+_FILES = {
+    "/" if path.name == "index.html" else f"/page/{path.relative_to(_FOLDER).as_posix()}": path
+    for path in sorted(_FOLDER.rglob("*"))
+    if path.is_file()
+}
 
 PAGE_PATHS = frozenset(_FILES)
 """Paths that a browser fetches before the user can enter a key."""
 
+# Nothing may turn text into markup or scripts: the page makes its elements one by one, also those of Markdown.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _PAGE_HEADERS = {
     "Content-Security-Policy": _POLICY,

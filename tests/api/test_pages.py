@@ -1,6 +1,9 @@
 """/ and /docs: pages that need nothing from anywhere else and let the browser run nothing else."""
 
+import gzip
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +22,9 @@ from tests.support.fake_batch import FakeBatch
 FOLDER = Path(pages.__file__).parent / "page_files"
 
 SCRIPT = "text/javascript", "application/javascript"  # Python's table was changed in 3.12
-KINDS = {".html": "text/html", ".css": "text/css", ".js": SCRIPT, ".svg": "image/svg+xml"}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": SCRIPT, ".svg": "image/svg+xml", ".txt": "text/plain"}
+OWN = [path for path in sorted(FOLDER.iterdir()) if path.is_file()]
+MAX_BYTES = 300_000  # of all files, compressed: what a phone has to load
 _VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
@@ -71,14 +76,15 @@ async def test_every_file_is_served_as_what_it_is_and_may_load_from_here_only(
 ) -> None:
     nothing = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
     own = dict.fromkeys(("script-src", "style-src", "img-src", "connect-src"), "'self'")
+    no_markup = {"require-trusted-types-for": "'script'", "trusted-types": "'none'"}
     assert {"/", "/page/style.css", "/page/page.js", "/page/icon.svg"} <= PAGE_PATHS
     for path in PAGE_PATHS:
         async with http.get(url + path) as response:
-            file = FOLDER / (path.rpartition("/")[2] or "index.html")
+            file = FOLDER / (path.removeprefix("/page/").removeprefix("/") or "index.html")
             assert response.status == 200
             assert response.content_type in KINDS[file.suffix]
             assert await response.read() == file.read_bytes()
-            assert policy_of(response) == {**nothing, **own, "require-trusted-types-for": "'script'"}
+            assert policy_of(response) == {**nothing, **own, **no_markup}
             assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
@@ -99,12 +105,25 @@ async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.Clie
 def test_what_the_files_refer_to_is_there_and_relative() -> None:
     markup = Page((FOLDER / "index.html").read_text(encoding="utf-8"))
     loaded = {value for value in markup.of("src") + markup.of("href") if value != "docs"}
-    scripts = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js")}
-    imported = {name for text in scripts.values() for name in re.findall(r'(?:from|import) "\./([\w.]+)"', text)}
-    assert {f"/{value}" for value in loaded} | {f"/page/{name}" for name in imported} == PAGE_PATHS - {"/"}
-    for path in FOLDER.iterdir():
-        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert re.search(r"https?:|//\w+\.|url\(|@import", text) is None, path.name
+    texts = {path.name: path.read_text(encoding="utf-8") for path in OWN}
+    scripts = [text for name, text in texts.items() if name.endswith(".js")]
+    imported = {name for text in scripts for name in re.findall(r'(?:from|import) "\./([\w./-]+)"', text)}
+    licenses = "/page/vendor/LICENSES.txt"
+    assert {f"/{value}" for value in loaded} | {f"/page/{name}" for name in imported} == PAGE_PATHS - {"/", licenses}
+    for name, text in texts.items():
+        of_svg = text.replace("http://www.w3.org/2000/svg", "")
+        assert re.search(r"https?://\w|[\"' ]//\w+\.|url\(|@import", of_svg) is None, name
+
+
+def test_libraries_are_the_files_that_the_tool_takes_from_their_packages() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "vendor_page_libraries.py"
+    checked = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_page_is_small() -> None:
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MAX_BYTES
 
 
 def test_no_script_or_style_stands_in_the_page_and_no_script_reads_text_as_markup() -> None:
@@ -113,7 +132,7 @@ def test_no_script_or_style_stands_in_the_page_and_no_script_reads_text_as_marku
     assert [name for _, name, _ in markup.attributes if name == "style" or name.startswith("on")] == []
     assert "style" not in markup.tags
     assert re.findall(r"<script[^>]*>(.*?)</script>", source) == [""]
-    for path in FOLDER.glob("*.js"):
+    for path in FOLDER.glob("*.js"):  # those of others get nothing from the browser that would let them
         text = path.read_text(encoding="utf-8")
         assert re.search(r"[iou]\w+HTML|document\.write|eval\(|new Function", text) is None, path.name
 

@@ -35,8 +35,9 @@ def test_colours_are_the_systems_until_the_button_says_otherwise_and_have_contra
     open_live(tab, site, prefers_color_scheme=system)
     assert tab.run(paper) == papers[system]
     texts = itertools.product(("--ink", "--muted", "--accent", "--bad"), ("--paper", "--raised", "--sunken"))
+    code = itertools.product(("--keyword", "--string", "--literal", "--title"), ("--sunken",))
     shapes = ("--edge", "--reused", "--prefilled", "--generated", "--good", "--accent")
-    faint = [pair for pair in [*texts, ("--on-accent", "--accent")] if tab.contrast(*pair) < 4.5]
+    faint = [pair for pair in [*texts, *code, ("--on-accent", "--accent")] if tab.contrast(*pair) < 4.5]
     assert faint + [(shape, "--paper") for shape in shapes if tab.contrast(shape, "--paper") < 3.0] == []
     assert tab.contrast("--paper", "--paper") == 1.0
     tab.click("#theme")
@@ -84,7 +85,9 @@ SMALL = """[...document.querySelectorAll("body *")].filter((each) => each.checkV
 
 @pytest.mark.parametrize(("num_slots", "size"), [(12, PHONE), (48, DESKTOP), (256, PHONE)])
 def test_no_text_is_small_and_nothing_is_hard_to_hit(tab: Page, num_slots: int, size: tuple[int, int]) -> None:
-    site = FakeSite(FakeBatch(num_slots, SLOT_LEN), thoughts=["Hm."])
+    site = FakeSite(
+        FakeBatch(num_slots, SLOT_LEN), thoughts=["Hm."], pieces=["# a\n`b`\n```c\nd\n```\n[e](https://e.com)"]
+    )
     site.batch.crowd(num_slots + 4)
     with site.online():
         open_live(tab, site, size)

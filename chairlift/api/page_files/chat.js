@@ -1,6 +1,8 @@
 // The left half: a conversation with the served model.
 
 import { eventsOf, request } from "./api.js";
+import { copyOnClick } from "./code.js";
+import { MarkdownView } from "./markdown_view.js";
 import { count, duration, plural, rate } from "./numbers.js";
 import { readSettings } from "./settings.js";
 
@@ -25,6 +27,7 @@ export class Chat {
     at("openers").addEventListener("click", (event) => {
       if (event.target.matches("button")) this.#send(event.target.textContent);
     });
+    copyOnClick(at("log"));
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.answering?.abort();
     });
@@ -100,21 +103,23 @@ export class Chat {
   }
 }
 
-// One turn in the log. Text is only ever text: nothing in it is read as markup.
+// One turn in the log. What the person wrote is shown as it is, what the model wrote as Markdown.
 class Entry {
   constructor(role) {
     this.element = document.createElement("article");
     this.element.className = role;
     const name = document.createElement("h3");
     name.textContent = role === "user" ? "You" : "Model";
-    this.body = document.createElement("p");
+    this.body = document.createElement("div");
     this.body.className = "text";
     this.element.append(name, this.body);
+    this.view = role === "user" ? null : new MarkdownView(this.body, keepingEndInSight);
     keepingEndInSight(() => at("log").append(this.element), true);
   }
 
   write(text) {
-    this.body.append(text);
+    if (this.view === null) this.body.append(text);
+    else this.view.write(text);
   }
 
   // What a model thinks stands above its answer, and is folded when that begins.
@@ -125,12 +130,19 @@ class Entry {
       this.thoughts.open = true;
       const summary = document.createElement("summary");
       summary.textContent = "Thinking";
-      const thinking = document.createElement("p");
+      const thinking = document.createElement("div");
       thinking.className = "text";
+      this.thoughtsView = new MarkdownView(thinking, keepingEndInSight);
       this.thoughts.append(summary, thinking);
       this.body.before(this.thoughts);
     }
-    this.thoughts.lastChild.append(text);
+    this.thoughtsView.write(text);
+  }
+
+  // The last pieces are drawn, and nothing more comes.
+  finish() {
+    this.view.finish();
+    this.thoughtsView?.finish();
   }
 
   stopThinking(seconds) {
@@ -190,13 +202,13 @@ class Answer {
   failed(message) {
     this.entry.element.classList.add("failed");
     this.entry.note(message, "error");
-    this.entry.element.removeAttribute("aria-busy");
+    this.#finish();
     this.error = message;
   }
 
   // What a screen reader is to say at the end.
   spoken() {
-    return this.error === undefined ? this.text : `Error: ${this.error}`;
+    return this.error === undefined ? this.entry.body.textContent : `Error: ${this.error}`;
   }
 
   #spent() {
@@ -212,8 +224,13 @@ class Answer {
     return (1000 * (numTokens - 1)) / Math.max(this.last - this.first, 1);
   }
 
-  #close(parts) {
+  #finish() {
     this.entry.element.removeAttribute("aria-busy");
+    this.entry.finish();
+  }
+
+  #close(parts) {
+    this.#finish();
     this.#figures(parts.filter((part) => part !== null && part !== undefined).join(" · "));
   }
 

@@ -89,11 +89,15 @@ def test_no_text_is_small_and_nothing_is_hard_to_hit(tab: Page, num_slots: int, 
         FakeBatch(num_slots, SLOT_LEN), thoughts=["Hm."], pieces=["# a\n`b`\n```c\nd\n```\n[e](https://e.com)"]
     )
     site.batch.crowd(num_slots + 4)
+    site.calls = [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]
     with site.online():
         open_live(tab, site, size)
         ask(tab, "Hi!")
+        tab.click("article.user .actions button")
         tab.click("#settings summary")
+        tab.click("#chats-button")
         assert tab.run(SMALL) == []
         if size == PHONE:
+            tab.run("document.getElementById('chats').hidePopover()")
             tab.click("[data-shows=batch]")
             assert tab.run(SMALL) == []

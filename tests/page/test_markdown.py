@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.page.page_support import LAST_SAID, ask
+from tests.page.page_support import LAST_SAID, ask, press
 from tests.support.browser import Page
 from tests.support.fake_site import FakeSite
 
@@ -125,6 +125,9 @@ def test_code_is_coloured_and_copied_as_it_was_written(page: Page, site: FakeSit
     assert page.count(".code .hljs-keyword") == 2
     # There is no clipboard to read here: what is put into it is caught.
     page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    press(page, "Copy")
+    page.wait_for_text("article.assistant .actions", "Copied")
+    assert page.run("window.copied") == site.pieces[0]
     page.click(".code button")
     page.wait_for_text(".code button", "Copied")
     assert page.run("window.copied") == code

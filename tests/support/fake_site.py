@@ -24,6 +24,8 @@ class FakeSite:
     batch: FakeBatch
     pieces: list[str] = field(default_factory=lambda: ["Hello", " there."])
     thoughts: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)  # pieces of tool calls
+    finish: str = "stop"
     requests: list[Any] = field(default_factory=list)
     is_held: bool = False  # answers do not end
     error: Exception | None = None  # the next request gets it instead of an answer
@@ -88,7 +90,7 @@ class FakeSite:
         await response.prepare(request)
         thoughts = ({"reasoning_content": thought} for thought in self.thoughts)
         pieces = ({"content": piece} for piece in self.pieces)
-        for delta in (*thoughts, *pieces):
+        for delta in (*thoughts, *pieces, *({"tool_calls": [call]} for call in self.calls)):
             await response.write(_chunk([{"index": 0, "delta": delta, "finish_reason": None}]))
         try:
             if self.is_held:
@@ -97,7 +99,7 @@ class FakeSite:
             self.was_left.set()
             raise
         usage = {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
-        await response.write(_chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+        await response.write(_chunk([{"index": 0, "delta": {}, "finish_reason": self.finish}]))
         await response.write(_chunk([], usage=usage) + b"data: [DONE]\n\n")
         return response
 

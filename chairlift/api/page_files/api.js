@@ -1,5 +1,7 @@
 // The way to the server: requests with the API key, errors in its own words, and server-sent events.
 
+import { session } from "./storage.js";
+
 const KEY = "chairlift-key";
 const keyDialog = document.getElementById("key-dialog");
 const keyField = document.getElementById("key");
@@ -8,18 +10,19 @@ const keyReason = document.getElementById("key-reason");
 let asking = null; // while the dialog is open: the promise that all who need a key wait for
 
 export class ApiError extends Error {
-  constructor(status, message) {
+  // `param` and `code`: which field the server complains of, and why, in its terms.
+  constructor(status, message, { param, code } = {}) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, param, code });
   }
 }
 
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const hasKey = () => session.getItem(KEY) !== null;
 
 // Fetches a path, once more for each key that the person enters. ApiError unless the server agrees.
 export async function request(path, { body, signal } = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = session.getItem(KEY);
     const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
     const options = body === undefined ? { headers, signal } : { ...posting(body, headers), signal };
     const response = await fetch(path, { cache: "no-store", ...options });
@@ -27,7 +30,7 @@ export async function request(path, { body, signal } = {}) {
     const error = await errorOf(response);
     if (error.status !== 401) throw error;
     // Another request may have been told the new key meanwhile.
-    if (sessionStorage.getItem(KEY) === key) await askForKey(key === null ? null : "That key is not one of this server's.");
+    if (session.getItem(KEY) === key) await askForKey(key === null ? null : "That key is not one of this server's.");
     signal?.throwIfAborted();
   }
 }
@@ -51,7 +54,7 @@ export function askForKey(reason) {
 }
 
 document.getElementById("key-form").addEventListener("submit", () => {
-  sessionStorage.setItem(KEY, keyField.value.trim());
+  session.setItem(KEY, keyField.value.trim());
 });
 // Nothing on the page works without a key, so there is no way out of the dialog but one.
 keyDialog.addEventListener("cancel", (event) => {
@@ -85,7 +88,8 @@ function posting(body, headers) {
 async function errorOf(response) {
   const text = await response.text();
   try {
-    return new ApiError(response.status, JSON.parse(text).error.message);
+    const { error } = JSON.parse(text);
+    return new ApiError(response.status, error.message, error);
   } catch {
     return new ApiError(response.status, `the server answered with status ${response.status}`); // a proxy's own page
   }

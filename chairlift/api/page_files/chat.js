@@ -1,251 +1,192 @@
 // The left half: a conversation with the served model.
 
-import { eventsOf, request } from "./api.js";
-import { copyOnClick } from "./code.js";
-import { MarkdownView } from "./markdown_view.js";
-import { count, duration, plural, rate } from "./numbers.js";
-import { readSettings } from "./settings.js";
+import { Answer } from "./answer.js";
+import { copy } from "./clipboard.js";
+import { copyOnClick, tellCopied } from "./code.js";
+import { completionOf } from "./completion.js";
+import { findConversation, keepConversation, removeConversation, titleOf } from "./conversations.js";
+import { at, say } from "./dom.js";
+import { Entry, isSendKey, keepingEndInSight } from "./entry.js";
+import { readFields, readSettings, writeFields } from "./settings.js";
+import { session } from "./storage.js";
 
-const END = "[DONE]";
-const NEAR_PX = 80; // who is that near to the end of the log wants to stay there
-
-const at = (id) => document.getElementById(id);
+const OPEN = "chairlift-open-chat"; // in this tab, so that a reload comes back to it
+const TOO_LONG = "This chat is too long for this browser to keep.";
+const GONE = "The server is gone. What came until then stands above.";
 
 export class Chat {
-  // `own`: a set that is given the ids of requests as the batch shows them.
-  constructor(own) {
+  // `own`: a set that is given the ids of requests as the batch shows them. `onKept` is called when what is kept changes.
+  constructor(own, onKept) {
     this.own = own;
-    this.messages = [];
+    this.onKept = onKept;
+    this.entries = []; // of all turns
     this.answering = null; // while an answer streams: what stops it
+    this.answered = Promise.resolve();
+    this.#begin(session.getItem(OPEN));
     at("composer").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#send();
+      this.#send(at("message").value.trim());
     });
-    at("message").addEventListener("keydown", (event) => this.#sendOnEnter(event));
+    at("message").addEventListener("keydown", (event) => {
+      if (!isSendKey(event)) return;
+      event.preventDefault();
+      at("composer").requestSubmit();
+    });
     at("stop").addEventListener("click", () => this.answering?.abort());
-    at("new-chat").addEventListener("click", () => this.#startAnew());
+    at("new-chat").addEventListener("click", () => this.open(null));
     at("openers").addEventListener("click", (event) => {
       if (event.target.matches("button")) this.#send(event.target.textContent);
     });
-    copyOnClick(at("log"));
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.answering?.abort();
+      const isOther = document.querySelector("dialog[open], :popover-open") !== null; // it is what Escape closes
+      if (event.key === "Escape" && !isOther) this.answering?.abort();
     });
+    window.addEventListener("pagehide", () => this.answering !== null && this.#keep());
+    copyOnClick(at("log"));
   }
 
-  #sendOnEnter(event) {
-    const wantsLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
-    if (event.key !== "Enter" || wantsLine) return;
-    event.preventDefault();
-    at("composer").requestSubmit();
+  // Shows a conversation that is kept, or with null a new one. An answer that streams is stopped.
+  async open(id) {
+    this.answering?.abort();
+    await this.answered;
+    this.#begin(id);
+    at("message").focus();
   }
 
-  #send(text = at("message").value.trim()) {
+  // Deletes this conversation, and shows a new one.
+  async remove() {
+    this.answering?.abort();
+    await this.answered;
+    removeConversation(this.id);
+    this.#begin(null);
+  }
+
+  #begin(id) {
+    const kept = id === null ? null : findConversation(id);
+    this.id = kept?.id ?? newId();
+    this.#remove(this.entries);
+    if (kept === null) {
+      session.removeItem(OPEN);
+    } else {
+      session.setItem(OPEN, this.id);
+      writeFields(kept.settings);
+      for (const turn of kept.turns) this.#add(turn);
+    }
+    this.#showState();
+    this.onKept();
+  }
+
+  get #turns() {
+    return this.entries.map((entry) => entry.turn).filter((turn) => turn.content || turn.thoughts || turn.calls);
+  }
+
+  #send(text) {
     if (text === "" || this.answering !== null) return;
     at("message").value = "";
-    at("welcome").hidden = true;
-    this.messages.push({ role: "user", content: text });
-    new Entry("user").write(text);
+    this.#add({ role: "user", content: text });
     this.#answer();
   }
 
-  async #answer() {
+  // The turns of an entry and of those below it are taken back, and another message takes their place.
+  #sendInstead(entry, text) {
+    if (this.answering !== null) return;
+    this.#remove(this.entries.slice(this.entries.indexOf(entry)));
+    this.#send(text);
+  }
+
+  #answerAgain() {
+    if (this.entries.at(-1).turn.role === "assistant") this.#remove(this.entries.slice(-1));
+    this.#answer();
+  }
+
+  #answer(continues = false) {
+    if (this.answering !== null) return;
+    this.answered = this.#streamAnswer(continues);
+  }
+
+  async #streamAnswer(continues) {
     this.answering = new AbortController();
-    this.#showAnswering(true);
-    const answer = new Answer();
+    this.#showState();
+    at("stop").focus({ preventScroll: true });
+    this.#keep();
+    const turns = this.#turns;
+    const entry = continues ? this.entries.at(-1) : this.#add({ role: "assistant", content: "" });
+    const answer = new Answer(entry);
+    this.own.clear();
     try {
-      await this.#stream(answer, this.answering.signal);
+      for await (const chunk of completionOf(turns, readSettings(), continues, this.answering.signal)) {
+        this.own.add(shortId(`${chunk.id}-0`));
+        keepingEndInSight(() => answer.take(chunk));
+      }
+      answer.ended();
     } catch (error) {
       if (error.name === "AbortError") answer.stopped();
-      else answer.failed(error.status === undefined ? "The server is gone. What came until then stands above." : error.message);
+      else answer.failed(error.status === undefined ? GONE : error.message);
     }
-    // What failed before its first word is taken back, so that it can be sent once more.
-    if (answer.text !== "") this.messages.push({ role: "assistant", content: answer.text });
-    else at("message").value ||= this.messages.pop().content;
+    if (entry.turn.calls) entry.showCalls(() => this.#answer());
     this.answering = null;
-    this.#showAnswering(false);
+    this.#showState();
+    at("message").focus({ preventScroll: true });
+    this.#keep();
     at("announcer").textContent = answer.spoken();
   }
 
-  async #stream(answer, signal) {
-    this.own.clear();
-    const { system, sampling } = readSettings();
-    const body = {
-      ...sampling,
-      messages: system === "" ? this.messages : [{ role: "system", content: system }, ...this.messages],
-      stream: true,
-      stream_options: { include_usage: true },
-    };
-    const response = await request("v1/chat/completions", { body, signal });
-    for await (const data of eventsOf(response)) {
-      if (data === END) break;
-      const chunk = JSON.parse(data);
-      if (chunk.error !== undefined) throw Object.assign(new Error(chunk.error.message), { status: response.status });
-      this.own.add(shortId(`${chunk.id}-0`));
-      keepingEndInSight(() => answer.take(chunk));
-    }
-    answer.ended();
+  #add(turn) {
+    const entry = new Entry(turn);
+    this.entries.push(entry);
+    at("welcome").hidden = true;
+    keepingEndInSight(() => at("log").append(entry.element), true);
+    if (turn.role === "assistant") entry.showAnswer(() => this.#answer());
+    return entry;
   }
 
-  #showAnswering(isAnswering) {
+  #remove(entries) {
+    for (const entry of entries) entry.element.remove();
+    this.entries = this.entries.filter((entry) => !entries.includes(entry));
+    at("welcome").hidden = this.entries.length > 0;
+  }
+
+  #keep() {
+    const turns = this.#turns;
+    if (turns.length === 0) return;
+    const kept = findConversation(this.id);
+    const title = kept?.isNamed ? kept.title : titleOf(turns);
+    const conversation = { id: this.id, title, isNamed: kept?.isNamed ?? false, changed: Date.now(), turns, settings: readFields() };
+    say("not-kept", keepConversation(conversation) ? "" : TOO_LONG);
+    session.setItem(OPEN, this.id);
+    this.onKept();
+  }
+
+  #showState() {
+    const isAnswering = this.answering !== null;
     at("send").hidden = isAnswering;
     at("stop").hidden = !isAnswering;
-    at("new-chat").disabled = isAnswering || this.messages.length === 0;
-    at(isAnswering ? "stop" : "message").focus({ preventScroll: true });
+    at("new-chat").disabled = this.entries.length === 0;
+    keepingEndInSight(() => {
+      for (const entry of this.entries) {
+        entry.stopEditing();
+        entry.offer(isAnswering ? [] : this.#actionsOf(entry));
+      }
+    });
   }
 
-  #startAnew() {
-    this.messages = [];
-    for (const entry of at("log").querySelectorAll("article")) entry.remove();
-    at("welcome").hidden = false;
-    at("new-chat").disabled = true;
-    at("message").focus();
-  }
-}
-
-// One turn in the log. What the person wrote is shown as it is, what the model wrote as Markdown.
-class Entry {
-  constructor(role) {
-    this.element = document.createElement("article");
-    this.element.className = role;
-    const name = document.createElement("h3");
-    name.textContent = role === "user" ? "You" : "Model";
-    this.body = document.createElement("div");
-    this.body.className = "text";
-    this.element.append(name, this.body);
-    this.view = role === "user" ? null : new MarkdownView(this.body, keepingEndInSight);
-    keepingEndInSight(() => at("log").append(this.element), true);
-  }
-
-  write(text) {
-    if (this.view === null) this.body.append(text);
-    else this.view.write(text);
-  }
-
-  // What a model thinks stands above its answer, and is folded when that begins.
-  think(text) {
-    if (this.thoughts === undefined) {
-      this.thoughts = document.createElement("details");
-      this.thoughts.className = "thoughts";
-      this.thoughts.open = true;
-      const summary = document.createElement("summary");
-      summary.textContent = "Thinking";
-      const thinking = document.createElement("div");
-      thinking.className = "text";
-      this.thoughtsView = new MarkdownView(thinking, keepingEndInSight);
-      this.thoughts.append(summary, thinking);
-      this.body.before(this.thoughts);
+  #actionsOf(entry) {
+    const { role, content, calls, finish } = entry.turn;
+    const isLast = entry === this.entries.at(-1);
+    const again = () => this.#answerAgain();
+    if (role === "user") {
+      const edit = ["Edit", () => entry.edit((text) => this.#sendInstead(entry, text))];
+      return isLast ? [edit, ["Answer", again]] : [edit];
     }
-    this.thoughtsView.write(text);
-  }
-
-  // The last pieces are drawn, and nothing more comes.
-  finish() {
-    this.view.finish();
-    this.thoughtsView?.finish();
-  }
-
-  stopThinking(seconds) {
-    if (this.thoughts === undefined) return;
-    this.thoughts.open = false;
-    this.thoughts.firstChild.textContent = `Thought for ${duration(seconds)}`;
-  }
-
-  note(text, className) {
-    const note = this.element.querySelector(`.${className}`) ?? this.element.appendChild(document.createElement("p"));
-    note.className = className;
-    note.textContent = text;
+    const actions = [];
+    if (content !== "") actions.push(["Copy", async (button) => tellCopied(button, await copy(content))]);
+    if (isLast && finish === "length" && content !== "" && !calls) actions.push(["Continue", () => this.#answer(true)]);
+    if (isLast) actions.push([content === "" && !calls ? "Try again" : "Regenerate", again]);
+    return actions;
   }
 }
 
-// An answer as it comes, and the figures below it.
-class Answer {
-  constructor() {
-    this.entry = new Entry("assistant");
-    this.entry.element.setAttribute("aria-busy", "true");
-    this.text = "";
-    this.usage = null;
-    this.finish = null;
-    this.numPieces = 0;
-    this.start = performance.now();
-    this.first = this.last = null;
-  }
-
-  take(chunk) {
-    this.usage = chunk.usage ?? this.usage;
-    const [choice] = chunk.choices;
-    this.finish = choice?.finish_reason ?? this.finish;
-    const { reasoning_content: thought, content: piece } = choice?.delta ?? {};
-    if (!thought && !piece) return;
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.numPieces += 1;
-    if (thought) this.entry.think(thought);
-    if (piece) {
-      if (this.text === "") this.entry.stopThinking((this.last - this.first) / 1000);
-      this.text += piece;
-      this.entry.write(piece);
-    }
-    // A piece may hold several tokens, so until the usage comes this is only about right.
-    if (this.numPieces > 1) this.#figures(`about ${rate(this.#rateOf(this.numPieces))} tokens/s`);
-  }
-
-  ended() {
-    const why = { length: "ended at the most tokens", abort: "ended by the server" }[this.finish];
-    this.#close([this.#spent(), why]);
-  }
-
-  stopped() {
-    this.#close([this.numPieces > 1 ? `about ${rate(this.#rateOf(this.numPieces))} tokens/s` : null, "stopped by you"]);
-  }
-
-  failed(message) {
-    this.entry.element.classList.add("failed");
-    this.entry.note(message, "error");
-    this.#finish();
-    this.error = message;
-  }
-
-  // What a screen reader is to say at the end.
-  spoken() {
-    return this.error === undefined ? this.entry.body.textContent : `Error: ${this.error}`;
-  }
-
-  #spent() {
-    if (this.usage === null) return null;
-    const { completion_tokens: numOut, prompt_tokens: numIn, prompt_tokens_details: details } = this.usage;
-    const cached = details?.cached_tokens ? `${count(details.cached_tokens)} of ${plural(numIn, "prompt token")} reused` : null;
-    const first = this.first === null ? null : `first after ${duration((this.first - this.start) / 1000)}`;
-    const speed = numOut > 1 ? `${rate(this.#rateOf(numOut))} tokens/s` : null;
-    return [plural(numOut, "token"), speed, first, cached].filter((part) => part !== null).join(" · ");
-  }
-
-  #rateOf(numTokens) {
-    return (1000 * (numTokens - 1)) / Math.max(this.last - this.first, 1);
-  }
-
-  #finish() {
-    this.entry.element.removeAttribute("aria-busy");
-    this.entry.finish();
-  }
-
-  #close(parts) {
-    this.#finish();
-    this.#figures(parts.filter((part) => part !== null && part !== undefined).join(" · "));
-  }
-
-  #figures(text) {
-    this.entry.note(text, "spent");
-  }
-}
-
-// The log follows its end, unless the person has scrolled away from it.
-function keepingEndInSight(change, always = false) {
-  const log = at("log");
-  const isNear = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
-  change();
-  if (always || isNear) log.scrollTop = log.scrollHeight;
-}
+const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 // `short_id` of chairlift/engine/journal.py: the CRC-32 of a text in ASCII, as eight hexadecimal digits.
 function shortId(text) {

@@ -3,14 +3,15 @@
 import { askForKey, hasKey, request } from "./api.js";
 import { Batch } from "./batch.js";
 import { Chat } from "./chat.js";
+import { ConversationList } from "./conversation_list.js";
+import { at, say } from "./dom.js";
 import "./theme.js";
 import { watch } from "./watch.js";
 
-const at = (id) => document.getElementById(id);
-
 const ownRequests = new Set();
 const batch = new Batch(ownRequests);
-new Chat(ownRequests);
+const conversations = new ConversationList();
+conversations.chat = new Chat(ownRequests, () => conversations.draw());
 
 let isModelKnown = false;
 
@@ -18,9 +19,8 @@ watch(
   (snapshot, isFirst) => batch.take(snapshot, isFirst),
   (state, words) => {
     document.body.dataset.link = state;
-    const link = at("link");
-    link.dataset.state = state;
-    if (link.textContent !== words) link.textContent = words;
+    at("link").dataset.state = state;
+    say("link", words);
     if (state === "live" && !isModelKnown) showModel();
   },
 );

@@ -1,11 +1,13 @@
 // Light or dark: as the system has it, until the button says otherwise.
 
+import { local } from "./storage.js";
+
 const THEME = "chairlift-theme";
 const button = document.getElementById("theme");
 const system = matchMedia("(prefers-color-scheme: dark)");
 
 function show() {
-  const chosen = localStorage.getItem(THEME);
+  const chosen = local.getItem(THEME);
   const isDark = chosen === null ? system.matches : chosen === "dark";
   if (chosen !== null) document.documentElement.dataset.theme = chosen;
   button.setAttribute("aria-pressed", String(isDark));
@@ -13,7 +15,7 @@ function show() {
 }
 
 button.addEventListener("click", () => {
-  localStorage.setItem(THEME, show() ? "light" : "dark");
+  local.setItem(THEME, show() ? "light" : "dark");
   show();
 });
 system.addEventListener("change", show);

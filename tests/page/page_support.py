@@ -7,7 +7,7 @@ from tests.support.fake_site import FakeSite
 
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys
 
-NUM_SLOTS, SLOT_LEN = 4, 2048
+NUM_SLOTS, SLOT_LEN = 4, 4096
 SPENT, SAID = "article.assistant .spent", "article.assistant > .text"
 LAST_SPENT, LAST_SAID = "article:last-child .spent", "article:last-child > .text"
 

@@ -128,6 +128,10 @@ def test_answers_have_a_limit_which_gives_way_where_less_fits(page: Page, site: 
     send(page, "So?")
     page.wait_for_text("article.assistant .error", "too long")
     assert [request.get("max_tokens") for request in site.requests] == [2048, 2048, None, 2048]
+    page.click("#settings summary")
+    page.type("[name=max_tokens]", Keys.CONTROL + "a" + Keys.NULL + str(SLOT_LEN))
+    ask(page, "Well?")
+    assert "max_tokens" not in site.requests[-1]
 
 
 def test_an_answer_that_ended_at_the_limit_goes_on(page: Page, site: FakeSite) -> None:

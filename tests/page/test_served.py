@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.page.page_support import NUM_SLOTS, SAID, SLOT_LEN, SPENT, Keys, send
+from tests.page.page_support import NUM_SLOTS, SAID, SPENT, Keys, send
 from tests.support.browser import Page
 from tests.support.server_process import SERVE, Process, running, start_python
 
@@ -27,7 +27,7 @@ EngineCore.step = lambda self: (time.sleep(0.02), step(self))[1]
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
     """The bundled model behind the real server."""
-    flags = ("--max-batch-size", str(NUM_SLOTS), "--max-seq-len", str(SLOT_LEN), "--api-key", KEY)
+    flags = ("--max-batch-size", str(NUM_SLOTS), "--max-seq-len", "2048", "--api-key", KEY)
     with running(SLOW_SERVE, *flags) as process:
         yield process
 

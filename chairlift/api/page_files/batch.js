@@ -22,6 +22,11 @@ export class Batch {
     setInterval(() => this.#drawLater(), TICK_MS);
   }
 
+  // How many tokens a request can have; Infinity while nobody knows.
+  get slotLen() {
+    return this.snapshot?.slot_len ?? Infinity;
+  }
+
   // `isFirst` of a connection: what was between it and the one before, nobody knows.
   take(snapshot, isFirst) {
     if (isFirst) this.history.forget();

@@ -12,12 +12,14 @@ import { session } from "./storage.js";
 
 const OPEN = "chairlift-open-chat"; // in this tab, so that a reload comes back to it
 const TOO_LONG = "This chat is too long for this browser to keep.";
-const GONE = "The server is gone. What came until then stands above.";
+const GONE = "The server is gone.";
 
 export class Chat {
-  // `own`: a set that is given the ids of requests as the batch shows them. `onKept` is called when what is kept changes.
-  constructor(own, onKept) {
+  // `own`: a set that is given the ids of requests as the batch shows them. `slotLen` says how many tokens a request can
+  // have. `onKept` is called when what is kept changes.
+  constructor(own, slotLen, onKept) {
     this.own = own;
+    this.slotLen = slotLen;
     this.onKept = onKept;
     this.entries = []; // of all turns
     this.answering = null; // while an answer streams: what stops it
@@ -114,14 +116,14 @@ export class Chat {
     const answer = new Answer(entry);
     this.own.clear();
     try {
-      for await (const chunk of completionOf(turns, readSettings(), continues, this.answering.signal)) {
+      for await (const chunk of completionOf(turns, readSettings(this.slotLen()), continues, this.answering.signal)) {
         this.own.add(shortId(`${chunk.id}-0`));
         keepingEndInSight(() => answer.take(chunk));
       }
       answer.ended();
     } catch (error) {
       if (error.name === "AbortError") answer.stopped();
-      else answer.failed(error.status === undefined ? GONE : error.message);
+      else answer.failed(error.status === undefined ? GONE : error.message); // what came stays above it
     }
     if (entry.turn.calls) entry.showCalls(() => this.#answer());
     this.answering = null;

@@ -11,7 +11,7 @@ import { watch } from "./watch.js";
 const ownRequests = new Set();
 const batch = new Batch(ownRequests);
 const conversations = new ConversationList();
-conversations.chat = new Chat(ownRequests, () => conversations.draw());
+conversations.chat = new Chat(ownRequests, () => batch.slotLen, () => conversations.draw());
 
 let isModelKnown = false;
 

@@ -8,9 +8,10 @@ const tools = at("tools");
 const fields = [...panel.querySelectorAll("input, textarea")]; // each has a name
 const numbers = fields.filter((field) => field.type === "number");
 
-// What a request takes of them. `tools` is undefined where none are given.
-export function readSettings() {
-  const given = numbers.filter((field) => field.value !== "");
+// What a request takes of them. `tools` is undefined where none are given. A limit of tokens that no answer reaches, of
+// `slotLen` tokens at most, is left out.
+export function readSettings(slotLen) {
+  const given = numbers.filter((field) => field.value !== "" && !(field.name === "max_tokens" && field.valueAsNumber >= slotLen));
   return {
     system: at("system").value.trim(),
     sampling: Object.fromEntries(given.map((field) => [field.name, field.valueAsNumber])),

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError
+from chairlift.models.gguf import open_gguf
+from chairlift.models.gguf.families import end_tokens
 from tests.engine.tokenizers_made import CHATML, CORPUS
 from tests.support.gguf_files import add_byte_level_tokenizer, add_sentence_piece_tokenizer, finish, new_writer
 
@@ -240,6 +242,26 @@ def test_gemmas_runs_of_spaces_come_before_all_other_tokens(tmp_path: Path) -> N
     assert pieces_of(tokenizer, "  the\n   the") == "▁▁ the <0x0A> ▁▁▁ the"
 
 
+def test_gemma_4_has_sentence_pieces_with_merges(tmp_path: Path) -> None:
+    """Spaces are marks, a text begins with its token whatever the file says, and calls end an answer."""
+    pieces = [*PIECES, "<|tool_response>", "th", "ea", "▁th"]
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(pieces)
+        whole = ("<s>", "</s>", "<|tool_response>")
+        writer.add_token_types([TokenType.USER_DEFINED if piece in whole else TokenType.NORMAL for piece in pieces])
+        writer.add_token_merges(["t h", "e a", "▁ th"])
+        writer.add_add_bos_token(False)
+
+    ids = {"bos": PIECES.index("<s>"), "eos": PIECES.index("</s>"), "unk": PIECES.index("<unk>")}
+    path = tmp_path / "model.gguf"
+    tokenizer = written_for("gemma4", path, write, ids)
+    assert pieces_of(tokenizer, " the\nth<|tool_response>ea") == "▁th e <0x0A> th <|tool_response> ea"
+    assert tokenizer.encode("a")[0] == ids["bos"]
+    assert end_tokens(open_gguf(path)) == sorted([ids["eos"], pieces.index("<|tool_response>")])
+
+
 def test_tokens_with_one_score_are_made_in_the_files_order(tmp_path: Path) -> None:
     """Some converters write one score for all tokens, and a vocabulary has them in the order of its merges."""
     pieces = [*PIECES[: PIECES.index("▁")], *"▁thea", "th", "ea", "the", "▁th"]
@@ -292,7 +314,9 @@ def test_a_rule_or_a_kind_that_is_not_known_is_refused(tmp_path: Path) -> None:
     said = "splits text by an unknown rule (tokenizer.ggml.pre 'viking'); name a directory with"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         byte_level_file(tmp_path, train("gpt-2"), "viking")
-    with pytest.raises(CheckpointError, match="its tokenizer is of the kind 'bert', and only gpt2 and llama can be"):
+    with pytest.raises(
+        CheckpointError, match="its tokenizer is of the kind 'bert', and only gpt2, llama and gemma4 can"
+    ):
         written(tmp_path / "model.gguf", lambda writer: writer.add_tokenizer_model("bert"))
 
 

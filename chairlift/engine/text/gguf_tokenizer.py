@@ -16,7 +16,7 @@ from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf import GGUFFile
 
 _PREFIX = "tokenizer.ggml."
-_SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # as `tokenizer.ggml.model` has them
+_SENTENCE_PIECE, _BYTE_LEVEL, _GEMMA4 = "llama", "gpt2", "gemma4"  # as `tokenizer.ggml.model` has them
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found whole in a text, as `token_type` has them
 _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
@@ -37,11 +37,17 @@ def make_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
     if kind == _SENTENCE_PIECE:
         special = _special_tokens(given, _SENTENCE_PIECE_IDS)
         backend = _sentence_piece(given, architecture, special.get("unk_token"))
+    elif kind == _GEMMA4:  # SentencePiece's pieces, with merges in the file
+        special = _special_tokens(given, {})
+        backend = _sentence_piece(given, architecture, special.get("unk_token"))
+        given["add_bos_token"] = True  # as in llama.cpp, since early files say otherwise
     elif kind == _BYTE_LEVEL:
         special = _special_tokens(given, {})
         backend = _byte_level(given, rule)
     else:
-        raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
+        raise CheckpointError(
+            f"its tokenizer is of the kind {shown(kind)}, and only gpt2, llama and gemma4 can be read"
+        )
     _add_whole_tokens(backend, given, architecture)
     whole = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([AddedToken(token, special=True) for token in special.values() if token not in whole])

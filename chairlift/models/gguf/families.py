@@ -47,6 +47,7 @@ _END_TOKENS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|end_of_role|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<|eom|>", "<end_of_utterance>"),
     *("<|return|>", "<|call|>"),
+    *("<turn|>", "<|tool_response>"),  # of Gemma 4, which waits for responses after its calls
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's spelling
 }
 _HARMONY = {"<|return|>", "<|call|>", "<|end|>"}  # where these three are, the last ends a message within an answer
@@ -58,7 +59,7 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 _MATRICES = (2, 3)  # dimensions of one, and of several in a stack
-_CONTROL = 3  # the type of a special token
+_FOUND_WHOLE = (3, 4)  # types of tokens that are found whole in a text: special ones, and those that users see as well
 
 
 def describe_gguf(file: GGUFFile) -> Config:
@@ -97,7 +98,8 @@ def end_tokens(file: GGUFFile) -> list[int]:
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = given.get("tokens"), given.get("token_type")
     pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, np.ndarray) else ()
-    special = {token: index for index, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _END_TOKENS}
+    is_whole = {index for index, (_, kind) in enumerate(pairs) if kind in _FOUND_WHOLE}
+    special = {tokens[index]: index for index in is_whole if tokens[index] in _END_TOKENS}
     if special.keys() >= _HARMONY:
         del special["<|end|>"]
     known = special.values()

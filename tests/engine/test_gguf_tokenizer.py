@@ -256,7 +256,7 @@ def test_gemma_4_has_sentence_pieces_with_merges(tmp_path: Path) -> None:
 
     ids = {"bos": PIECES.index("<s>"), "eos": PIECES.index("</s>"), "unk": PIECES.index("<unk>")}
     path = tmp_path / "model.gguf"
-    tokenizer = written_for("gemma4", path, write, ids)
+    tokenizer = written_for("gemma4", path, write, {**ids})
     assert pieces_of(tokenizer, " the\nth<|tool_response>ea") == "▁th e <0x0A> th <|tool_response> ea"
     assert tokenizer.encode("a")[0] == ids["bos"]
     assert end_tokens(open_gguf(path)) == sorted([ids["eos"], pieces.index("<|tool_response>")])

@@ -98,8 +98,8 @@ def end_tokens(file: GGUFFile) -> list[int]:
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = given.get("tokens"), given.get("token_type")
     pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, np.ndarray) else ()
-    is_whole = {index for index, (_, kind) in enumerate(pairs) if kind in _FOUND_WHOLE}
-    special = {tokens[index]: index for index in is_whole if tokens[index] in _END_TOKENS}
+    whole = {token: index for index, (token, kind) in enumerate(pairs) if kind in _FOUND_WHOLE}
+    special = {token: index for token, index in whole.items() if token in _END_TOKENS}
     if special.keys() >= _HARMONY:
         del special["<|end|>"]
     known = special.values()

@@ -19,8 +19,9 @@ from chairlift.engine.text.inputs import DEFAULT_CHAT, PROMPT_ONLY, Generation, 
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.relevance import Pair, ScoreOutput
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
-from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestOutput, SamplingParams
 from chairlift.prompt_work import PromptTask
+from chairlift.scheduler import TokenEvent
 
 _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
 _SAVE_S = 10.0  # to save prompts, when the engine is closed
@@ -67,12 +68,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         options: RequestOptions | Sequence[RequestOptions] = DEFAULT_OPTIONS,
+        keep_on_interrupt: bool = False,
     ) -> list[RequestOutput]:
         """Continues each prompt; the results are in prompt order, whatever the order of completion.
 
         `prompts`: a text, texts, or lists of token ids. `params`: one for all or one per prompt; None: the model's
         own defaults, with 16 tokens. `options`: one for all or one per prompt. `use_tqdm`: a progress bar on standard
-        error, if that is a terminal and the work is long.
+        error, if that is a terminal and the work is long. `keep_on_interrupt`: ctrl-C ends the call rather than raise
+        `KeyboardInterrupt`; outputs that are not finished then have their text so far, and the finish reason "abort".
         `InvalidRequest` if one of them cannot be served; nothing is computed then.
         """
         self._home.check()  # first: a fork may have left locks taken for ever
@@ -83,7 +86,7 @@ class LLM:
             self.inputs.prepare(str(next(self._ids)), prompt, own_params, options=own_options or DEFAULT_OPTIONS)
             for prompt, own_params, own_options in zip(listed, each_params, each_options, strict=True)
         ]
-        states = self._run(generations, use_tqdm)
+        states = self._run(generations, use_tqdm, keep_on_interrupt)
         return [CumulativeOutput(state.generation).add(state.take()) for state in states]
 
     def chat(
@@ -93,6 +96,7 @@ class LLM:
         use_tqdm: bool = True,
         chat_options: ChatOptions = DEFAULT_CHAT,
         options: RequestOptions | Sequence[RequestOptions] = DEFAULT_OPTIONS,
+        keep_on_interrupt: bool = False,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
@@ -109,7 +113,7 @@ class LLM:
             self.inputs.encode_chat(conversation, chat_options, own_params is not None and own_params.truncates_prompt)
             for conversation, own_params in zip(conversations, each_params, strict=True)
         ]
-        return self.generate(prompts, chosen, use_tqdm, options)
+        return self.generate(prompts, chosen, use_tqdm, options, keep_on_interrupt)
 
     def embed(
         self,
@@ -195,7 +199,9 @@ class LLM:
             delta.check_result()
         return deltas
 
-    def _run(self, generations: list[Generation], use_tqdm: bool) -> list[GenerationState]:
+    def _run(
+        self, generations: list[Generation], use_tqdm: bool, keep_on_interrupt: bool = False
+    ) -> list[GenerationState]:
         disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
         with self._lock, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
@@ -203,10 +209,13 @@ class LLM:
             states = [self._outputs.open(generation) for generation in generations]
             try:
                 self._drive(core, states, bar)
+            except KeyboardInterrupt:
+                if not keep_on_interrupt:
+                    raise
+                self._outputs.process(_abort_all(core, states))
             finally:
-                for state in states:  # after an interrupt, all requests of this call end
-                    for request_id in state.unfinished_ids:
-                        core.abort(request_id)
+                _abort_all(core, states)  # after an interrupt, all requests of this call end
+                for state in states:
                     self._outputs.close(state)
                 self._start_idle_timer()
         return states
@@ -246,6 +255,12 @@ class LLM:
         if self._core is None:
             raise EngineClosed("this LLM was closed; make a new one")
         return self._core
+
+
+def _abort_all(core: EngineCore, states: list[GenerationState]) -> list[TokenEvent]:
+    """Ends the requests that have not ended; an event for each, also for those that the engine no longer has."""
+    names = [name for state in states for name in state.unfinished_ids]
+    return [core.abort(name) or TokenEvent(name, [], FinishReason.ABORT) for name in names]
 
 
 def _use_idle_time(of: "ref[LLM]") -> None:

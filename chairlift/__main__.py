@@ -57,13 +57,14 @@ def serve(
 
     `make_llm`: makes an engine of other parts than the defaults.
     """
+    from chairlift.api.batches import claim_directory
     from chairlift.api.http.access import check_access
     from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
 
     set_up_logging(config.log_format, config.log_file)
     check_access(config)
-    with Listener(config) as listener:
+    with Listener(config) as listener, claim_directory(config) as config:
         from chairlift.api import workers
         from chairlift.api.server import serve as serve_alone
         from chairlift.engine.async_llm import AsyncLLM

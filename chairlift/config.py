@@ -29,6 +29,8 @@ Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, BeforeValidator(read_size), Field(ge=1)]
 """Bytes, as a number or as a text with a unit."""
+SizeOrNone = Annotated[int, BeforeValidator(read_size), Field(ge=0)]
+"""The same, where 0 stands for nothing at all."""
 
 MAX_DRAFT = 16
 """The most tokens of a row's guess that "auto" verifies."""

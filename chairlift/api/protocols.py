@@ -22,6 +22,7 @@ CONVENTIONS: Sequence[Convention] = [
 def all_routes() -> "tuple[Route, ...]":
     """The routes of all protocols, and those that belong to none. Imports the engine."""
     from chairlift.api.anthropic.routes import ROUTES as ANTHROPIC
+    from chairlift.api.batches.routes import ROUTES as BATCHES
     from chairlift.api.description import described
     from chairlift.api.endpoints import OWN_ROUTES
     from chairlift.api.openai.routes import ROUTES as OPENAI
@@ -34,6 +35,7 @@ def all_routes() -> "tuple[Route, ...]":
             *RESPONSES,
             *ANTHROPIC,
             *RERANK,
+            *BATCHES,
             *OWN_ROUTES,
         )
     )

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.connections import connections_of
+from chairlift.api.batches import executing_batches
+from chairlift.api.http.connections import Connection, connections_of
 from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
@@ -62,10 +63,11 @@ async def serve_api(
     was_cut_short = False
     try:
         with short_pauses(), catch(_handlers(listener, stop, hurry)), listener:
-            await start(runner, config, listener)
+            make_protocol = await start(runner, config, listener)
             api.cors.is_strict = not api.keys and not listener.is_open_to_others
             note_start()
-            await first_of(stop.wait(), llm.died.wait())
+            async with executing_batches(api.service.batches, api.keys, llm.config.max_batch_size, make_protocol):
+                await first_of(stop.wait(), llm.died.wait())
             api.leave()
             await _delay(llm, config.drain_delay, hurry)
             api.drain()
@@ -98,11 +100,13 @@ def make_runner(api: Api) -> web.AppRunner:
     return web.AppRunner(api.make_app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
 
 
-async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> None:
-    """Starts to accept connections."""
+async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> Callable[[], Connection]:
+    """Starts to accept connections. Returns what makes the protocol of each."""
     await runner.setup()
     assert runner.server is not None, "set up"
-    listener.accept(connections_of(runner.server, config))
+    make_protocol = connections_of(runner.server, config)
+    listener.accept(make_protocol)
+    return make_protocol
 
 
 def _handlers(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Handlers:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from chairlift.api import ServerConfig
 from chairlift.api.answering import Answering
+from chairlift.api.batches.directory import BatchDirectory
 from chairlift.api.http.access import Client, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader
 from chairlift.api.http.threads import CallThreads
@@ -65,6 +66,11 @@ class Service:
         self.store = shared.store
         self.engine_pid = shared.engine_pid
         self.keys = KeyRing(shared.keys, config.share_prefixes, open_paths)
+        self.client_timeout = config.client_timeout
+        self.batches: BatchDirectory | None = None
+        if config.batch_dir is not None and config.max_batch_bytes:
+            share = config.max_batch_bytes // 2 if len(self.keys) > 1 else None  # no key takes all the room
+            self.batches = BatchDirectory(config.batch_dir, config.max_batch_bytes, share)
         self.bodies = BodyReader(config.max_body_bytes, config.client_timeout)
         self.job_maker = JobMaker(llm.inputs, llm.config, self.names[0], shared.store, config)
         # Slow calls must not delay quick ones, and work for a reply that exists is never refused.
@@ -99,6 +105,11 @@ class Service:
             request, client, body_type, lambda body: make_reply(self.job_maker, body).model_dump_json()
         )
         return web.Response(text=text, content_type="application/json")
+
+    async def read_body(self, request: web.Request, body_type: type[_Body]) -> _Body:
+        """Reads and checks a body, for an endpoint that does without the engine."""
+        body, _ = await self._read(request, self.keys.client_of(request), body_type, lambda body: body)
+        return body
 
     async def render(self, make_page: Callable[[], web.Response]) -> web.Response:
         """Calls what makes a page of the reference, in a worker's thread."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, m
 
 from chairlift.api.answers import ReasoningFamily, ToolFamily
 from chairlift.api.answers.declared import DeclaredFamily
-from chairlift.config import Size, as_list
+from chairlift.config import Size, SizeOrNone, as_list
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
 """The environment variable that holds API keys, separated by commas."""
@@ -118,6 +118,14 @@ class ServerConfig(BaseModel):
         2**28,
         description="limit on the bytes of replies that clients have not read, in each process that handles HTTP, half"
         " of it for one client; connections that are not read are closed first, then replies get a 429 or 503",
+    )
+    max_batch_bytes: SizeOrNone = Field(
+        2**30, description="limit on the bytes of all files of /v1/files and /v1/batches together; 0: none are served"
+    )
+    batch_dir: Path | None = Field(
+        None,
+        description="directory for these files, which a later server goes on with; unset: a temporary one, which ends"
+        " with the server",
     )
     client_timeout: Timeout = Field(
         60.0,

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import aiohttp
 from tqdm import tqdm
 
+from chairlift.api.batches.lines import BatchRequest, Reply, ReplyFile, check_requests, read_requests
+from chairlift.api.batches.runner import make_requests
 from chairlift.batch.config import BatchConfig
-from chairlift.batch.lines import BatchRequest, Reply, ReplyFile, check_requests, read_requests
-from chairlift.batch.runner import make_requests
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, ConfigurationError
 from chairlift.reachability import require_server

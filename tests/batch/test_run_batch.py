@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from chairlift.__main__ import main
-from chairlift.batch import runner
-from chairlift.batch.lines import BatchRequest, Reply, ReplyFile, check_requests, read_requests
-from chairlift.batch.runner import make_requests
+from chairlift.api.batches import runner
+from chairlift.api.batches.lines import BatchRequest, Reply, ReplyFile, check_requests, read_requests
+from chairlift.api.batches.runner import make_requests
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import serving_app
 from tests.support.server_process import SERVE, start_python

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 from aiohttp import web
@@ -71,10 +72,11 @@ def main() -> int:
         runner.app.router.add_get(STATE_PATH, _Teller(api, runner).tell)
         return runner
 
-    async def start_with_small_buffers(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> None:
-        await start(runner, config, listener)
+    async def start_with_small_buffers(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> Any:
+        make_protocol = await start(runner, config, listener)
         for each in listener.sockets:  # connections inherit it: who stops reading is felt soon
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        return make_protocol
 
     server.make_runner, server.start = make_telling_runner, start_with_small_buffers
     return chairlift.__main__.main()

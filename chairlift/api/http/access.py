@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,11 @@ from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
 from chairlift.params import RequestOptions
 
 ANY = "*"  # origin or host
+BATCH_HEADER = "X-Chairlift-Batch"
+"""A header in which the server names the client for whose batch it asks itself, after a secret of this process."""
+
+IDLE_PRIORITY = 10**9
+"""The priority of requests of batches, below that of all others."""
 
 _TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not collide by accident
 _RANGE = re.compile(r"(?P<lowest>-?[0-9]{1,10}):(?P<highest>-?[0-9]{1,10})")
@@ -72,6 +78,7 @@ class Client:
     name: str  # identifies clients that take turns; of a key, its digest
     limits: KeyLimits | None = None  # None: no keys are asked for
     shares_prefixes: bool = False
+    is_idle: bool = False  # asks at idle priority, whatever its body says
 
     @property
     def owner(self) -> str:
@@ -80,11 +87,13 @@ class Client:
 
     def options_of(self, body: Scheduled) -> RequestOptions:
         """Says how a request is scheduled. `InvalidRequest` if the key may not use its priority."""
+        options = body.request_options(None if self.limits is None else self.name)
+        if self.is_idle:
+            options = replace(options, priority=IDLE_PRIORITY)
         if self.limits is None:
-            return body.request_options(None)
-        options = body.request_options(self.name)
+            return options
         lowest, highest = self.limits.lowest_priority, self.limits.highest_priority
-        if not lowest <= options.priority <= highest:
+        if not self.is_idle and not lowest <= options.priority <= highest:
             raise InvalidRequest(
                 f"priority {options.priority} is out of this key's range: {lowest} to {highest}", "priority"
             )
@@ -108,6 +117,7 @@ class KeyRing:
             for digest, limits in digests.items()
         }
         self._open_paths = open_paths
+        self._batch_secret = secrets.token_hex(32)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -119,15 +129,34 @@ class KeyRing:
 
     def client_of(self, request: web.Request) -> Client:
         """The sender of a request that passed the middleware. A key has the same name on every server."""
+        if (batch_client := self._batch_client_of(request)) is not None:
+            return batch_client
         key = self._key_of(request)
         return Client(request.remote or "") if key is None else self._clients[_digest(key)]
+
+    def has_owner(self, owner: str) -> bool:
+        """Returns true if a client of this server has this name, or for "" if there are no keys."""
+        return any(client.owner == owner for client in self._clients.values()) if self._clients else not owner
+
+    def headers_for(self, owner: str) -> dict[str, str]:
+        """The headers by which this process asks itself for a client's batch."""
+        return {BATCH_HEADER: f"{self._batch_secret} {owner}"}
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses requests without a valid key with `InvalidApiKey`."""
-        if self._clients and request.path not in self._open_paths and self._key_of(request) is None:
+        asks_for_key = bool(self._clients) and request.path not in self._open_paths
+        if asks_for_key and self._key_of(request) is None and self._batch_client_of(request) is None:
             raise InvalidApiKey
         return await handler(request)
+
+    def _batch_client_of(self, request: web.Request) -> Client | None:
+        """The client for whose batch this process asks itself; None for all other requests."""
+        secret, _, owner = request.headers.get(BATCH_HEADER, "").partition(" ")
+        if not hmac.compare_digest(secret.encode("utf-8", "surrogateescape"), self._batch_secret.encode()):
+            return None
+        client = next((each for each in self._clients.values() if each.owner == owner), Client("batches"))
+        return replace(client, is_idle=True)
 
     def _key_of(self, request: web.Request) -> str | None:
         """The valid key of a request; None if it has none, or none is required."""
@@ -227,14 +256,15 @@ class Cors:
 
     @web.middleware
     async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        complaint = self._complaint_of(request) if self.is_strict else None
+        is_form = request.content_type == "multipart/form-data"  # which a foreign page may send to any server
+        complaint = self._complaint_of(request) if self.is_strict or is_form else None
         if complaint is not None:
             return error_reply(web.HTTPForbidden(text=complaint)).response(request)
         return await handler(request)
 
     def _complaint_of(self, request: web.Request) -> str | None:
         host = request.headers.get("Host")
-        if host is not None and not self._is_known(host):  # browsers always send one
+        if self.is_strict and host is not None and not self._is_known(host):  # browsers always send one
             return f"this server does not answer to the name {host}; start it with --allowed-host to let that name in"
         origin = request.headers.get("Origin")
         if origin is not None:

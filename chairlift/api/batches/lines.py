@@ -34,6 +34,7 @@ class Reply:
     body: Any
     failure: str | None = None
     request_id: str = ""
+    code: str = "no_reply"  # of the failure
 
     @property
     def is_good(self) -> bool:
@@ -53,27 +54,48 @@ def read_requests(path: Path, but: Collection[str] = ()) -> Iterator[BatchReques
             yield request
 
 
-def check_requests(path: Path) -> set[str]:
-    """Returns the ids of all requests. `ConfigurationError` with a line for each mistake, of the first few."""
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What is wrong with a line of a file, counted from 1."""
+
+    line: int
+    message: str
+    field: str | None = None
+
+
+def find_mistakes(path: Path, url: str | None = None, most: int = _MAX_COMPLAINTS) -> tuple[set[str], list[Mistake]]:
+    """Returns the ids of a file's requests, and its first mistakes. `url`: that of every line; None: any."""
     ids: set[str] = set()
-    complaints: list[str] = []
+    mistakes: list[Mistake] = []
     for number, line in _lines(path):
         try:
             request = BatchRequest.model_validate_json(line)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            complaints.append(f"{path}, line {number}: {f'{field}: ' if field else ''}{first['msg']}")
+            mistakes.append(Mistake(number, first["msg"], ".".join(map(str, first["loc"])) or None))
         else:
             if request.custom_id in ids:
-                complaints.append(f"{path}, line {number}: another line has the custom_id {request.custom_id!r}")
+                mistakes.append(Mistake(number, f"another line has the custom_id {request.custom_id!r}"))
             if request.body.get("stream"):
-                complaints.append(f"{path}, line {number}: a reply in a file is whole; leave stream out")
+                mistakes.append(Mistake(number, "a reply in a file is whole; leave stream out"))
+            if url is not None and request.url != url:
+                mistakes.append(Mistake(number, f"it is {request.url}, and the batch's endpoint is {url}", "url"))
             ids.add(request.custom_id)
-        if len(complaints) == _MAX_COMPLAINTS:
+        if len(mistakes) >= most:
             break
-    if complaints:
-        raise ConfigurationError("\n".join(complaints))
+    return ids, mistakes
+
+
+def check_requests(path: Path) -> set[str]:
+    """Returns the ids of all requests. `ConfigurationError` with a line for each mistake, of the first few."""
+    ids, mistakes = find_mistakes(path)
+    if mistakes:
+        raise ConfigurationError(
+            "\n".join(
+                f"{path}, line {each.line}: {f'{each.field}: ' if each.field else ''}{each.message}"
+                for each in mistakes
+            )
+        )
     return ids
 
 
@@ -108,7 +130,7 @@ class ReplyFile:
             "id": f"batch_req_{uuid4().hex}",
             "custom_id": custom_id,
             "response": None if reply.failure is not None else response,
-            "error": None if reply.failure is None else {"code": "no_reply", "message": reply.failure},
+            "error": None if reply.failure is None else {"code": reply.code, "message": reply.failure},
         }
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()

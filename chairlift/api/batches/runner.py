@@ -1,13 +1,15 @@
 """Makes the requests of a batch, a number of them at a time, and hands over each reply as it comes."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from http import HTTPStatus
 
 import aiohttp
 
-from chairlift.batch.lines import BatchRequest, Reply
+from chairlift.api.batches.lines import BatchRequest, Reply
 
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _NUM_TRIES = 5
@@ -20,24 +22,29 @@ async def make_requests(
     url: str,
     concurrency: int,
     note: Callable[[BatchRequest, Reply], None],
+    num_tries: int | None = _NUM_TRIES,
+    turns: AbstractAsyncContextManager[object] | None = None,
 ) -> None:
     """Makes all requests of the server at `url`. `note` gets each reply, in the order in which they come.
 
-    A busy server (429, 503) and one that cannot be reached are asked again a few times.
+    A busy server (429, 503) and one that cannot be reached are asked `num_tries` times; None: until they answer.
+    `turns`: entered for each request, which limits those of several batches.
     """
 
     async def work() -> None:
         for request in requests:  # shared: each takes the next one
-            note(request, await _ask(session, url, request))
+            async with turns or nullcontext():
+                reply = await _ask(session, url, request, num_tries)
+            note(request, reply)
 
     async with asyncio.TaskGroup() as workers:
         for _ in range(concurrency):
             workers.create_task(work())
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, request: BatchRequest) -> Reply:
+async def _ask(session: aiohttp.ClientSession, url: str, request: BatchRequest, num_tries: int | None) -> Reply:
     reply, wait_s = Reply(0, None, "not asked"), _FIRST_WAIT_S
-    for attempt in range(_NUM_TRIES):
+    for attempt in itertools.count() if num_tries is None else range(num_tries):
         if attempt:
             await asyncio.sleep(wait_s)
         wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -62,6 +63,8 @@ class Api:
                 handler: Handler = partial(route.handle, self.service)
                 app.router.add_route(method, path, handler, expect_handler=meet_expectation)
         add_page_routes(app, SnapshotFeed(self._llm))
+        if self.service.root_path:  # below it all is served; the page's own links are relative to a last slash
+            app.router.add_get(self.service.root_path, _add_slash)
         tracing = Tracing(self.service.names[0])
         counts = self.service.counts
         Observer(_TOLD_PATHS, tracing.span, counts.note_response, [counts.note_request, log_request]).install(app)
@@ -97,3 +100,7 @@ class Api:
     async def _close_threads(self, _: web.Application) -> AsyncIterator[None]:
         yield
         self.service.close()
+
+
+async def _add_slash(request: web.Request) -> web.Response:
+    return web.Response(status=HTTPStatus.PERMANENT_REDIRECT, headers={"Location": f"{request.path}/"})

@@ -87,7 +87,7 @@ def described(routes: Routes) -> Routes:
     """These routes, and those of their description."""
 
     async def openapi(service: Service, _: web.Request) -> web.Response:
-        return await service.render(lambda: _openapi_reply(whole))
+        return await service.render(lambda: _openapi_reply(whole, service.root_path))
 
     async def docs(service: Service, _: web.Request) -> web.Response:
         return await service.render(lambda: _docs_page(whole))
@@ -101,7 +101,8 @@ def described(routes: Routes) -> Routes:
 
 
 @cache
-def openapi_document(routes: Routes) -> dict[str, Any]:
+def openapi_document(routes: Routes, root_path: str = "") -> dict[str, Any]:
+    """`root_path`: prefix of all paths."""
     models: list[tuple[type[BaseModel], _Mode]] = []
     for route in routes:
         models += [(route.body, "validation")] if route.body is not None else []
@@ -119,6 +120,7 @@ def openapi_document(routes: Routes) -> dict[str, Any]:
             "version": chairlift.__version__,
             "description": "A small LLM serving engine with APIs in the style of OpenAI and Anthropic.",
         },
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
@@ -127,14 +129,14 @@ def openapi_document(routes: Routes) -> dict[str, Any]:
     }
 
 
-def _openapi_reply(routes: Routes) -> web.Response:
+def _openapi_reply(routes: Routes, root_path: str) -> web.Response:
     """The reply for `/openapi.json`. The first call takes about 0.1 s, as it does for `/docs`."""
-    return web.Response(text=_openapi_text(routes), content_type=_JSON)
+    return web.Response(text=_openapi_text(routes, root_path), content_type=_JSON)
 
 
 @cache
-def _openapi_text(routes: Routes) -> str:
-    return json.dumps(openapi_document(routes))
+def _openapi_text(routes: Routes, root_path: str) -> str:
+    return json.dumps(openapi_document(routes, root_path))
 
 
 def _docs_page(routes: Routes) -> web.Response:

@@ -66,6 +66,7 @@ class Service:
         self.store = shared.store
         self.engine_pid = shared.engine_pid
         self.keys = KeyRing(shared.keys, config.share_prefixes, open_paths)
+        self.root_path = config.root_path
         self.client_timeout = config.client_timeout
         self.batches: BatchDirectory | None = None
         if config.batch_dir is not None and config.max_batch_bytes:

@@ -41,6 +41,10 @@ class ServerConfig(BaseModel):
         None,
         description="Unix socket to listen on, in place of host and port; who may use it, its directory says",
     )
+    root_path: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._~-]+)*$")] = Field(
+        "",
+        description="prefix under which a proxy offers the server, as in /llm; requests are served with it and without",
+    )
     ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
     served_model_name: Annotated[list[Name], BeforeValidator(as_list)] = Field(

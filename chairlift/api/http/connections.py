@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
+from yarl import URL
 
 from chairlift.api import ServerConfig
 from chairlift.api.answers.text import whole_characters
@@ -189,11 +190,20 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
     ) -> web.BaseRequest:
         if isinstance(protocol, Connection):
             protocol.request_begun(payload)
-        return make_request(message, payload, protocol, writer, task)
+        return make_request(_without_root(message, config.root_path), payload, protocol, writer, task)
 
     server.request_factory = begin_request
     starts = StartLimiter()
     return lambda: Connection(server, config, starts)
+
+
+def _without_root(message: RawRequestMessage, root: str) -> RawRequestMessage:
+    """The message without the prefix under which a proxy offers the server, which some proxies leave in the path."""
+    if not root or not message.path.startswith(f"{root}/"):
+        return message
+    target = message.path[len(root) :]
+    path, _, query = target.partition("?")
+    return message._replace(path=target, url=URL.build(path=path, query_string=query, encoded=True))
 
 
 async def meet_expectation(request: web.Request) -> None:

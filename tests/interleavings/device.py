@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import Logprob
 from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, Scrub, SlotCopy, SlotLoad, StepPlan
-from chairlift.prompt_work import PromptScores
+from chairlift.prompt_work import PooledStates, PoolTask, PromptPart, PromptScores
 from tests.interleavings.device_states import DeviceStates
 from tests.interleavings.disk import SavedNumbers
 from tests.interleavings.scope import (
@@ -30,6 +30,7 @@ from tests.interleavings.scope import (
 from tests.interleavings.violation import Violation, require
 
 NO_MEMORY, NO_NUMBER = "the device ran out of memory", "its logits are not numbers"
+WHOLE = 2**31  # pooled numbers are those beyond multiples of this
 _NO_TOKEN = 0
 
 
@@ -223,6 +224,8 @@ class Device:
         return inputs, drawn
 
     def _result_of(self, row: RowPlan, drawn: list[int], masks: Masks) -> RowResult:
+        if row.work.part is not None and isinstance(row.work.part.task, PoolTask):
+            return self._pool(row, row.work.part)
         part = row.work.part
         scores = None if part is None else PromptScores([{token: Logprob(0.0, 1)} for token in part.following])
         grammar = row.key.grammar
@@ -241,6 +244,13 @@ class Device:
             error=NO_NUMBER if is_bad else None,
             has_bad_surplus=INVALID in drawn,
         )
+
+    def _pool(self, row: RowPlan, part: PromptPart) -> RowResult:
+        """Sums the numbers of the tokens that the part reads."""
+        start = row.start + part.first
+        numbers = self.contents[row.slot][start : start + part.num_tokens]
+        pooled = PooledStates(array("q", [sum(numbers) % WHOLE]), part.num_tokens, is_finite=NAN not in numbers)
+        return RowResult(prompt_result=pooled, error=None if pooled.is_sound else NO_NUMBER)
 
     def _write(self, row: RowPlan, num_steps: int, number: int) -> None:
         for position in range(row.start, row.start + row.num_new_tokens + num_steps - 1):

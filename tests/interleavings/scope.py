@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from zlib import crc32
 
 from chairlift.params import FinishReason, RequestOptions, SamplingParams
-from chairlift.prompt_work import ScoreTask
+from chairlift.prompt_work import Pooling, PoolTask, PromptTask, ScoreTask
 from chairlift.scheduler import Drafter, Guess, Policy, Request
 from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, IndexBudget, Text
 
@@ -111,6 +111,7 @@ class Ask:
     forced: tuple[int, ...] = ()  # numbers of answer tokens after which its grammar says the next two
     forced_half: tuple[int, ...] = ()  # likewise, and the second is wrong
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None  # of its prompt; then nothing is generated
     priority: int = 0
     salt: str = ""
     tenant: str = ""
@@ -237,7 +238,7 @@ def _case_of(ask: Ask, spoiled: frozenset[int], num_tokens: int, has_guesses: bo
         partial(CountingGrammar, most, _guesses(tokens[start:], ask.forced, ask.forced_half))
         if ask.has_grammar
         else None,
-        None if ask.prompt_logprobs is None else ScoreTask(ask.prompt_logprobs),
+        _task_of(ask),
         RequestOptions(priority=ask.priority, cache_salt=ask.salt, tenant=ask.tenant, timeout=ask.timeout),
     )
     if ask.has_grammar:
@@ -248,6 +249,12 @@ def _case_of(ask: Ask, spoiled: frozenset[int], num_tokens: int, has_guesses: bo
         by_length = {start + at: guess for at, guess in guesses.items()}
         request = replace(request, new_drafter=partial(Oracle, by_length))
     return Case(request, tokens, numbers, answer, reason)
+
+
+def _task_of(ask: Ask) -> PromptTask | None:
+    if ask.pooling is not None:
+        return PoolTask(ask.pooling)
+    return None if ask.prompt_logprobs is None else ScoreTask(ask.prompt_logprobs)
 
 
 def _guesses(

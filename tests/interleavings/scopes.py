@@ -6,6 +6,7 @@ tokens more for it, and slots that share 128 tokens read them in one place.
 
 from dataclasses import replace
 
+from chairlift.prompt_work import Pooling
 from chairlift.scheduler import Policy
 from tests.interleavings.scope import WRONG, Ask, Scope, alone
 
@@ -115,6 +116,19 @@ PROMPTS = Scope(
     max_steps=2,
     num_ahead=1,
 )
+POOLED = Scope(
+    "pooled",
+    (
+        Ask("a", prompt(48, 1, 62), 3),
+        Ask("b", prompt(48, 1, 126), 0, pooling=Pooling.MEAN),
+        Ask("c", prompt(48, 3, 62), 0, pooling=Pooling.LAST),
+    ),
+    num_slots=2,
+    max_num_batched_tokens=60,
+    num_ahead=1,
+    num_aborts=1,
+    is_in_order=True,
+)
 APART = Scope(
     "apart",
     (
@@ -190,7 +204,7 @@ QUEUE = Scope(
 
 FULL = (
     *(ORDER, LEADERS, OVERLAP, HOLDS, MEMORY, LITTLE, PRIORITIES, GUESSES, FORCED, STEPS, GRAMMARS, SALTS, FORGETTING),
-    *(CRASHES, QUEUE, PROMPTS, APART, ALONE),
+    *(CRASHES, QUEUE, PROMPTS, POOLED, APART, ALONE),
 )
 EVERYDAY = (MEMORY, GUESSES, SALTS)
 LARGE = (
@@ -210,6 +224,7 @@ LARGE = (
         CRASHES, name="crashes, large", asks=(*CRASHES.asks, Ask("d", A, 1)), num_crashes=2, num_aborts=1, max_steps=2
     ),
     replace(PROMPTS, name="prompts, large", num_aborts=2, num_out_of_memory=1, num_resets=1),
+    replace(POOLED, name="pooled, large", num_aborts=2, num_out_of_memory=1, num_resets=1, max_steps=2),
     replace(APART, name="apart, large", num_aborts=2, num_out_of_memory=1, max_steps=2, num_ahead=1),
     replace(ALONE, name="alone, large", asks=APART.asks, num_aborts=2, num_out_of_memory=1, num_crashes=1),
     replace(QUEUE, name="queue, large", num_ticks=3, num_aborts=1, num_slots=2),

@@ -14,9 +14,9 @@ from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import StepPlan
-from chairlift.prompt_work import scores_in
+from chairlift.prompt_work import PooledStates, PoolTask, scores_in
 from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent
-from tests.interleavings.device import NO_MEMORY, Device, Launch, Masks
+from tests.interleavings.device import NO_MEMORY, WHOLE, Device, Launch, Masks
 from tests.interleavings.device_states import check_junctions
 from tests.interleavings.disk import Disk
 from tests.interleavings.scope import Case, CountingGrammar, Scope
@@ -50,6 +50,8 @@ class Client:
     is_held: bool = False  # it reads nothing for now
     num_tokens: int = 0
     num_scored: int = 0
+    num_pooled: int = 0  # tokens
+    pooled: int = 0  # the sum of their numbers
 
 
 class World:
@@ -334,6 +336,9 @@ class World:
                 next(iter(scores or ()), None) == case.tokens[client.num_scored],
                 f"{name} hears wrong scores of its prompt",
             )
+        if isinstance(event.prompt_result, PooledStates):
+            client.num_pooled += event.prompt_result.num_tokens
+            client.pooled = (client.pooled + int(event.prompt_result.sums[0])) % WHOLE
         before, now = client.num_tokens, client.num_tokens + len(event.new_token_ids)
         wanted = case.answer[before:now]
         require(tuple(event.new_token_ids) == wanted, f"{name} hears {event.new_token_ids} where {list(wanted)} follow")
@@ -350,7 +355,13 @@ class World:
             return
         require(event.finish_reason is case.reason, f"{name} ends with {event.finish_reason}, not {case.reason}")
         require(now == len(case.answer), f"{name} ends after {now} tokens, not {len(case.answer)}")
-        if case.request.prompt_task is not None and case.reason is not FinishReason.ABORT:
+        task = case.request.prompt_task
+        if isinstance(task, PoolTask) and case.reason is not FinishReason.ABORT:
+            span = task.span(len(case.request.prompt_token_ids))
+            heard = client.num_pooled, client.pooled
+            wanted_sum = sum(case.numbers[span.start : span.stop]) % WHOLE
+            require(heard == (len(span), wanted_sum), f"{name} hears a vector of {client.num_pooled} tokens")
+        elif task is not None and case.reason is not FinishReason.ABORT:
             num_scored = len(case.request.prompt_token_ids) - 1
             require(client.num_scored == num_scored, f"{name} hears {client.num_scored} scores, not {num_scored}")
 

@@ -44,6 +44,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hello!", "max_output_tokens": 16},
     "/v1/messages": {**HELLO, "max_tokens": 5},
     "/v1/messages/count_tokens": HELLO,
+    "/v1/embeddings": {"input": ["Hello!", "Ho!"], "dimensions": 4},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "Hi", "documents": ["Ho", {"text": "He"}]}),
+    **dict.fromkeys(("/v1/score", "/score"), {"text_1": "Hi", "text_2": ["Ho", "He"]}),
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [72, 105]},
 }

@@ -7,6 +7,7 @@ import pytest
 
 from chairlift.engine.journal import EngineStats, Histogram, Journal, Totals
 from chairlift.plan import StepPlan
+from chairlift.prompt_work import ScoreTask
 from chairlift.scheduler import Policy
 from tests.scheduler.fake_engine import FakeEngine, Words
 
@@ -191,7 +192,7 @@ def test_what_a_request_finds_again_after_it_lost_its_slot_counts_for_nothing(nu
 
 
 @pytest.mark.parametrize(
-    ("is_reusing", "fields", "num_cached"), [(True, {}, 19), (False, {}, 0), (True, {"prompt_logprobs": 1}, 0)]
+    ("is_reusing", "fields", "num_cached"), [(True, {}, 19), (False, {}, 0), (True, {"prompt_task": ScoreTask(1)}, 0)]
 )
 def test_reused_tokens_are_counted_once_the_prompt_is_there_and_none_with_reuse_off_or_a_scored_prompt(
     is_reusing: bool, fields: dict[str, Any], num_cached: int

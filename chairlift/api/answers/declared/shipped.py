@@ -24,11 +24,13 @@ class DeclaredFamily(StrEnum):
     KIMI_K2 = "kimi_k2"
     DEEPSEEK_V3 = "deepseek_v3"
     DEEPSEEK_V31 = "deepseek_v31"
+    GEMMA4 = "gemma4"
 
 
 _DEEPSEEK_MARK = "<\uff5ctool\u2581sep\uff5c>"  # with a wide bar and a low block
 
 _SIGNS = (  # the first that occurs in a template
+    (r"<\|tool_call>call:", DeclaredFamily.GEMMA4),
     (r"<arg_key>", DeclaredFamily.GLM45),
     (r"<\|tool_call_argument_begin\|>|<\|im_system\|>tool_declare", DeclaredFamily.KIMI_K2),
     (f"(?s){_DEEPSEEK_MARK}.*```json|```json.*{_DEEPSEEK_MARK}", DeclaredFamily.DEEPSEEK_V3),

@@ -16,7 +16,7 @@ from chairlift.api.answers.text import is_sendable, json_of_literal, parsed
 
 Arguments = Mapping[str, Any]
 _OPEN, _CLOSE = "\x01", "\x02"  # around the number of a string that was set aside
-_BARE_KEY = regex.compile(r"(?<=[{,]\s*)([^\W\d]\w*)(?=\s*:)")
+_BARE_KEY = regex.compile(r"(?<=[{,]\s*)([^\W\d][\w-]*)(?=\s*:)")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PYTHON_TYPES: Mapping[str, Any] = {
     "integer": (int, float),

@@ -21,6 +21,7 @@ GRANITE, PHI, OLMO, GLM = (
 )
 LFM, NEMOTRON = DeclaredFamily.LFM2, DeclaredFamily.NEMOTRON
 PYTHON = (OLMO, LFM)  # whose calls need a parser that transformers lacks
+GEMMA = DeclaredFamily.GEMMA4
 KIMI, V3, V31 = DeclaredFamily.KIMI_K2, DeclaredFamily.DEEPSEEK_V3, DeclaredFamily.DEEPSEEK_V31
 NESTED = {"city": "São Paulo 🎉", "days": 3, "options": {"units": ["°C", "m/s"], "deep": {"a": None, "b": True}}}
 ROME = {"city": "Rome"}
@@ -47,8 +48,9 @@ def written(family: DeclaredFamily, *calls: tuple[str, str]) -> str:
             return f"<|tool_call_start|>[{written_calls}]<|tool_call_end|>"
         case DeclaredFamily.NEMOTRON:
             return f"<TOOLCALL>[{objects}]</TOOLCALL>"
-        case DeclaredFamily.GLM45:
-            return "\n".join(f"<tool_call>{name}\n{_elements(arguments)}</tool_call>" for name, arguments in calls)
+        case DeclaredFamily.GLM45 | DeclaredFamily.GEMMA4:
+            write = _glm if family is GLM else _gemma
+            return "\n".join(write(name, arguments) for name, arguments in calls)
         case DeclaredFamily.KIMI_K2:
             begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
             parts = (f"{begin}functions.{name}:{i}{middle}{raw}{end}" for i, (name, raw) in enumerate(calls))
@@ -76,12 +78,29 @@ def _elements(arguments: str) -> str:
     return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
 
 
+def _glm(name: str, arguments: str) -> str:
+    return f"<tool_call>{name}\n{_elements(arguments)}</tool_call>"
+
+
+def _gemma(name: str, arguments: str) -> str:
+    return f"<|tool_call>call:{name}{_gemma_value(json.loads(arguments))}<tool_call|>"
+
+
+def _gemma_value(value: object) -> str:
+    """Gemma 4's kind of JSON: keys without quotes, and strings between marks of their own."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma_value(each)}" for key, each in value.items()) + "}"
+    return f"[{','.join(map(_gemma_value, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 def _dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)
-THINKING = pytest.mark.parametrize("family", [family for family in FAMILIES if family is not PHI])
+THINKING = pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (PHI, GEMMA)])
 
 
 @EVERY
@@ -139,6 +158,15 @@ def test_thoughts_that_the_prompt_begins_or_closes(family: DeclaredFamily) -> No
     assert every_split(begun, "Hm.\n</think>\n\nFour.") == Answer("Four.", "Hm.")
     assert every_split(closed, "Four.") == Answer("Four.")
     assert form.after("Hi") is None
+
+
+def test_gemma_4s_thoughts_are_a_channel_that_the_prompt_may_have_closed() -> None:
+    form, calls = shipped_format(GEMMA), [call("weather", **ROME)]
+    text = f"<|channel>thought\nHm, {{let}} me see.\n<channel|>Rome it is.{written(GEMMA, *calls)}"
+    assert every_split(form, text) == judged(form, text) == Answer("Rome it is.", "Hm, {let} me see.", calls)
+    closed = form.after("<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>")
+    assert closed is not None
+    assert every_split(closed, "Four.<turn|>") == Answer("Four.")
 
 
 @EVERY
@@ -247,6 +275,14 @@ SHAPES: list[tuple[DeclaredFamily, str, Answer]] = [
     ),
     (KIMI, '<|tool_call_begin|>weather:7 <|tool_call_argument_begin|>\n{"city": "Rome"} \n<|tool_call_end|>', ONE),
     (KIMI, "<|tool_call_begin|>weather<|tool_call_end|>", Answer("<|tool_call_begin|>weather<|tool_call_end|>")),
+    (
+        GEMMA,
+        '<|tool_call>call:f{a:[1,-2.5,true,null],b-c:{d:<|"|>x:{,"y":1}<|"|>}}<tool_call|><|tool_response>',
+        Answer("<|tool_response>", calls=[call("f", a=[1, -2.5, True, None], **{"b-c": {"d": 'x:{,"y":1}'}})]),
+    ),
+    (GEMMA, "<|tool_call>call:time{}<tool_call|>", Answer(calls=[call("time")])),
+    (GEMMA, '<|tool_call>call:weather{"city": "Rome"}<tool_call|>', ONE),
+    (GEMMA, "<|tool_call>call:f<tool_call|>", Answer("<|tool_call>call:f<tool_call|>")),
     (V3, f"{deepseek('calls▁begin')}function{deepseek('sep')}f", Answer(f"function{deepseek('sep')}f")),
     (
         V3,
@@ -299,6 +335,7 @@ MARKS = [
         "<arg_value>",
     ),
     *("<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "```json\n", "```"),
+    *("<|channel>thought\n", "<channel|>", "<|tool_call>call:f", "{a:", '<|"|>', "}", "<tool_call|>", "<turn|>"),
     *("<|tool_calls_section_begin|>", deepseek("call▁begin"), deepseek("call▁end"), deepseek("sep"), "function"),
 ]
 
@@ -331,6 +368,7 @@ TEMPLATES = {
     "{% set task = 'answer with <|tool_call|> and a list' %}<|start_of_role|>system<|end_of_role|>{{ task }}": GRANITE,
     "<|start_of_role|>system<|end_of_role|><tool_call>\n{...}\n</tool_call>": None,  # Granite 4 is Hermes
     "<tool_call>{{ call | tojson }}</tool_call>": None,
+    "{{ '<|tool_call>call:' + function['name'] + '{' }}": GEMMA,
     "": None,
 }
 

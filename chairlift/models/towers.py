@@ -38,7 +38,7 @@ NOT_TEXT = tuple(
     for prefix in ("", "model.")
     for part in (
         *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower."),
-        *("embed_vision.", "embed_audio.", "mtp."),
+        *("vision_embedder.", "embed_vision.", "embed_audio.", "mtp."),
     )
 )
 """Beginnings of the tensors that text does without: what reads images and sound, and layers that guess."""

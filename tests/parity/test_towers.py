@@ -16,6 +16,7 @@ from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.test_families import YARN, assert_near, reference_logits
+from tests.parity.test_gemmas import MODELS
 from tests.parity.test_recurrent import DELTA_NET
 from tests.support.checkpoints import SMALL, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
@@ -46,6 +47,11 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         {"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 6},
         {**SIGLIP, "model_type": "siglip_vision_model"},
+    ),
+    "Gemma4": (MODELS["gemma 4 E2B"], {**PIXTRAL, "model_type": "gemma4_vision", "num_key_value_heads": 2}),
+    "Gemma4Unified": (
+        MODELS["gemma 4 12B"],
+        {"model_type": "gemma4_unified_vision", "patch_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 4},
     ),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL),
     "Mistral3, Ministral": ({"model_type": "ministral3", "rope_parameters": GROWING}, PIXTRAL),

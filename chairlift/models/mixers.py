@@ -45,7 +45,7 @@ def read_mamba2_of_nemotron(config: Any) -> Mamba2Block:
         has_bias=config.use_bias,
         has_output_bias=config.use_bias,
         has_conv_bias=config.use_conv_bias,
-        dt_limits=_limits(config.time_step_limit),
+        dt_limits=(_least_step(config), float("inf")),  # all that transformers heeds of the fields for time steps
     )
 
 
@@ -87,6 +87,13 @@ def _num_groups(config: Any, heads: str, groups: str) -> int:
     if num_heads % num_groups:
         raise CheckpointError(f"{num_heads} Mamba heads do not make {num_groups} groups of one size")
     return num_groups
+
+
+def _least_step(config: Any) -> float:
+    least = config.time_step_min
+    if type(least) not in (int, float) or not 0 <= least < float("inf"):
+        raise CheckpointError(f"time_step_min must be a number from 0 on, not {shown(least)}")
+    return float(least)
 
 
 def _limits(limits: Any) -> tuple[float, float]:

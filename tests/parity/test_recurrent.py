@@ -91,6 +91,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "mlp_bias": True,
         "tie_word_embeddings": True,
+        "time_step_min": 0.7,
+        "time_step_max": 0.9,
     },
     "granitemoehybrid": {
         **GRANITE,
@@ -316,6 +318,7 @@ LAYERS = ["linear_attention", "full_attention", "linear_attention"]
         ("nemotron_h", {"layers_block_type": ["linear_attention", "moe"]}, "layer type 'moe' is not supported"),
         ("nemotron_h", {"layers_block_type": ["mlp"] * 2000}, "it has 2000 layers, and 1024 are the most"),
         ("nemotron_h", {"n_groups": 4}, "6 Mamba heads do not make 4 groups of one size"),
+        ("nemotron_h", {"time_step_min": -0.1}, "time_step_min must be a number from 0 on, not -0.1"),
         ("nemotron_h", {"mlp_hidden_act": "gelu"}, "activation 'gelu' is not supported without a gate, only relu2"),
         ("granitemoehybrid", {"num_local_experts": 4}, r"lacks model.layers.0.block_sparse_moe.0.down_proj.weight"),
         ("granitemoehybrid", {"mamba_d_state": 8}, r"in_proj.weight has shape \[288, 64\]; .* \[280, 64\]"),
@@ -350,7 +353,7 @@ def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
 
 GGUF_FAMILIES = ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "granitemoehybrid, rope", "falcon_h1")
 GGUF_ONLY: dict[str, dict[str, Any]] = {
-    "nemotron_h, biases": {**FAMILIES["nemotron_h, biases"], "tie_word_embeddings": False},
+    "nemotron_h, biases": {**FAMILIES["nemotron_h, biases"], "tie_word_embeddings": False, "time_step_min": 0.001},
     "falcon_h1, gated before its norm": {
         **FALCON,
         "mamba_rms_norm": True,

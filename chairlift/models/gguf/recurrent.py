@@ -70,6 +70,7 @@ def extend_nemotron_h(config: Config, fields: Fields) -> Config:
         "conv_kernel": fields.size("ssm.conv_kernel"),
         "use_bias": fields.has_tensor("ssm_in.bias"),
         "use_conv_bias": fields.has_tensor("ssm_conv1d.bias"),
+        "time_step_min": 0.0,  # files say nothing of limits, and llama.cpp has none
     }
     num_features = fields.size("ssm.inner_size")
     described["mamba_head_dim"] = _divide(num_features, described["mamba_num_heads"], "Mamba heads")

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -145,6 +146,23 @@ def test_ranks_make_the_vectors_that_one_makes(divided: LLM, model: str) -> None
         expected = llm.embed(PROMPTS[:4])
     for own, other in zip(divided.embed(PROMPTS[:4]), expected, strict=True):
         assert own.embedding == pytest.approx(other.embedding, abs=1e-4)
+
+
+def test_ranks_of_a_recurrent_model_answer_as_one_does_and_find_its_states(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 3}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    path = make_tiny_checkpoint(tmp_path, model_type="qwen3_5_text", layer_types=kinds, **heads, **sizes)
+    found = []
+    for size in (1, 2):
+        with make_llm(path, PARTS, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=2**21) as llm:
+            outputs = llm.generate(LONG, GREEDY)
+            turn = [*LONG[-1], *tokens_of(outputs)[-1], 7, 8, 9]
+            outputs += llm.generate([turn], GREEDY)
+            found.append((tokens_of(outputs), outputs[-1].num_cached_tokens))
+            core_of(llm).check()
+    assert found[0] == found[1]
+    assert found[0][1] == len(turn) - 4
 
 
 def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(

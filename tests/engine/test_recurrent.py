@@ -46,6 +46,16 @@ _NATIVE: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
     "lfm2": {**IN_TORCH["lfm2"], "hidden_size": 64},
+    "falcon_h1": {**IN_TORCH["falcon_h1"], "head_dim": 32, "mamba_d_head": 16, "mamba_d_state": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 32,
+        "mamba_num_heads": 2,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
 }
 SHAPES = {AttentionBackend.TORCH: IN_TORCH, AttentionBackend.CPU: _NATIVE}
 """By backend: families, in shapes that it takes."""
@@ -86,10 +96,12 @@ PARAMS = [
 
 MODELS = [
     ("qwen3_5_text", AttentionBackend.TORCH),
-    ("falcon_h1", AttentionBackend.TORCH),
     ("qwen3_5_text", AttentionBackend.CPU),
     ("lfm2", AttentionBackend.CPU),
+    ("falcon_h1", AttentionBackend.CPU),
+    pytest.param(("nemotron_h", AttentionBackend.CPU), marks=pytest.mark.slow),
     pytest.param(("lfm2", AttentionBackend.TORCH), marks=pytest.mark.slow),
+    pytest.param(("falcon_h1", AttentionBackend.TORCH), marks=pytest.mark.slow),
 ]
 
 

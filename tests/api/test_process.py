@@ -87,6 +87,7 @@ def test_a_unix_socket_is_served_and_removed_and_takes_the_place_of_a_dead_one(t
         dead.bind(str(path))
     with running(SERVE, "--uds", str(path)) as process:
         assert process.url == f"unix:{path}"
+        assert path.stat().st_mode & 0o777 == 0o666  # a proxy is another user, whom the directory lets in
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=20) as client:
             assert client.get("http://localhost/v1/models").json()["object"] == "list"
             assert client.get("http://example.org/v1/models").status_code == 403

@@ -23,6 +23,7 @@ _ACCEPTED_IN_A_TURN = 64  # of the event loop, so that other connections are ser
 _ALARM_INTERVAL_S = 10.0
 _PAUSE_S = 0.1
 _RECEIVE_BUFFER_BYTES = 2**16  # of a socket: all that has arrived is parsed at once, at 2.5 µs per one-byte chunk
+_OPEN_TO_ALL = 0o666
 
 
 class Listener:
@@ -207,6 +208,7 @@ def _bind_file(path: Path) -> socket.socket:
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         bound.bind(str(path))
+        path.chmod(_OPEN_TO_ALL)  # its directory says who may use it, as the setting promises, whatever the umask is
         bound.setblocking(False)
     except OSError:
         bound.close()

@@ -117,6 +117,14 @@ def test_nothing_in_a_hostile_answer_runs_loads_or_leads_to_the_server(page: Pag
     assert page.run(f"[window.stolen, {others}.length]") == [None, 0]
 
 
+@pytest.mark.parametrize("text", ["*a " * 5000 + "a* " * 5000, "- " * 500 + "a", "```js\n" + "`${" * 5000])
+def test_no_answer_is_nested_so_deeply_that_a_browser_fails(page: Page, site: FakeSite, text: str) -> None:
+    site.pieces = [text]
+    ask(page, "Hi!")
+    depth = "((each) => { let depth = 0; for (; each !== null; each = each.parentElement) depth += 1; return depth; })"
+    assert page.run(f"Math.max(...[...document.querySelectorAll('article *')].map({depth}))") < 100
+
+
 def test_code_is_coloured_and_copied_as_it_was_written(page: Page, site: FakeSite) -> None:
     code = 'def f(a: int = 1) -> "str":\n    return <b>&amp;  # "that"'
     site.pieces = [f"So:\n\n```py title=x\n{code}\n```\n"]

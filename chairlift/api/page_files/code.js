@@ -5,6 +5,7 @@ import { copy } from "./clipboard.js";
 import { make } from "./dom.js";
 
 const MAX_COLOURED = 50000; // characters: more would take too long
+const DEEPEST = 50; // elements within each other: browsers fail at some thousands
 const COPIED_MS = 2000;
 
 // The elements of a block; `info` is what stands behind its fence.
@@ -23,14 +24,26 @@ function coloured(text, language) {
   const plain = make("code", "", text);
   if (text.length > MAX_COLOURED || highlighter.getLanguage(language) === undefined) return plain;
   const tree = highlighter.highlight(text, { language, ignoreIllegals: true })._emitter.root;
-  const code = make("code", "", ...tree.children.map(nodeOf));
+  const code = make("code", "", ...tree.children.map((part) => nodeOf(part, 1)));
   return code.textContent === text ? code : plain; // after an error of the parser there is only a part
 }
 
-function nodeOf(part) {
+function nodeOf(part, depth) {
   if (typeof part === "string") return part;
+  if (depth === DEEPEST) return textOf(part);
   const name = part.scope.startsWith("language:") ? "" : `hljs-${part.scope.split(".", 1)[0]}`;
-  return make("span", name, ...part.children.map(nodeOf));
+  return make("span", name, ...part.children.map((each) => nodeOf(each, depth + 1)));
+}
+
+function textOf(part) {
+  const texts = [];
+  const rest = [part]; // what is next stands last
+  while (rest.length > 0) {
+    const next = rest.pop();
+    if (typeof next === "string") texts.push(next);
+    else rest.push(...next.children.toReversed());
+  }
+  return texts.join("");
 }
 
 function copyButton() {

@@ -23,6 +23,7 @@ const ADDRESS = /^(?:https?:\/\/|mailto:)/i;
 const LINE_BREAK = /^<br\s*\/?>$/i;
 const OUTER_LEVEL = 3; // of the heading above an answer
 const LOWEST_LEVEL = 6;
+const DEEPEST = 50; // elements within each other: browsers fail at some thousands
 
 // Markup is text, but for line breaks, which models write into the cells of tables.
 const parser = new MarkdownIt({ html: true, linkify: true, breaks: true }).disable("html_block");
@@ -89,7 +90,8 @@ class Builder {
 
   // The element that takes what comes until the token's counterpart.
   #begin(token) {
-    if (token.hidden) return this.open.at(-1); // a paragraph of a list without blank lines
+    const isHidden = token.hidden; // a paragraph of a list without blank lines
+    if (isHidden || this.open.length > DEEPEST) return this.open.at(-1);
     const kind = token.type.replace(/_open$/, "");
     if (kind === "heading") return this.#add(this.#heading(Number(token.tag[1])));
     if (kind === "table") return this.#add(tableBox()).firstChild;

@@ -9,6 +9,7 @@ const PART = /(?:<[^\s<>]{0,60}|&#?\w{0,10}|\\|!)$/; // of a tag, an entity, an 
 const MARKS = /\\[^]|(`+)|(\*+|_+|~+)|(\]\()|(\[)/g;
 const LONGEST_MARKS = 100; // of a line that is held back
 const LONGEST_LABEL = 100; // of a link: what is longer is a bracket in a text
+const MOST_OPEN = 10; // marks of emphasis within each other: nobody writes more
 const WORD = /[\p{L}\p{N}]/u;
 
 // The text without its last lines, as long as these are undecided.
@@ -81,7 +82,7 @@ function takeMark(open, mark, before, after) {
   if (!/\s/.test(before) && !(mark[0] === "_" && WORD.test(after))) {
     while (open.length > 0 && rest.startsWith(open.at(-1))) rest = rest.slice(open.pop().length);
   }
-  if (/\s/.test(after) || WORD.test(before)) return;
+  if (/\s/.test(after) || WORD.test(before) || open.length >= MOST_OPEN) return;
   const [one, two] = [rest[0], rest.slice(0, 2)];
   if (rest === "~~") open.push(rest);
   else if (one !== "~" && rest.length === 3) open.push(two, one);

@@ -16,7 +16,7 @@ from tests.support.server_process import SERVE, running
 DOCS = Path(__file__).parent.parent / "docs"
 SLOTS = 12
 MEMORY = 400 * 10**6  # 17,000 tokens: two thirds of what the slots could hold
-TALK = ("What is the capital of France?", "Write a short Python function that adds two numbers.")
+TALK = ("What is the capital of France?", "Write a Python function that checks whether a word is a palindrome.")
 # Questions that share a long beginning, of different lengths, a few fewer than there are slots.
 CROWD = (
     *("--concurrency", "9", "--num-requests", "400", "--prefix-tokens", "512", "--prompt-tokens", "uniform:20,600"),

@@ -45,8 +45,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/messages": {**HELLO, "max_tokens": 5},
     "/v1/messages/count_tokens": HELLO,
     "/v1/embeddings": {"input": ["Hello!", "Ho!"], "dimensions": 4},
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "Hi", "documents": ["Ho", {"text": "He"}]}),
-    **dict.fromkeys(("/v1/score", "/score"), {"text_1": "Hi", "text_2": ["Ho", "He"]}),
+    **{path: {"query": "Hi", "documents": ["Ho", {"text": "He"}]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    **{path: {"text_1": "Hi", "text_2": ["Ho", "He"]} for path in ("/v1/score", "/score")},
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [72, 105]},
 }

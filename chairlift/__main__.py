@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `chat`, `generate`, `run-batch`, `bench`, `compare` and `models`.
+"""The command line: `chairlift serve`, `chat`, `generate`, `run-batch`, `bench`, `compare`, `cache` and `models`.
 
 Slow imports wait until needed.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chairlift.chat import AnswerConfig, ChatConfig
     from chairlift.compare.config import CompareConfig
     from chairlift.config import EngineConfig
+    from chairlift.disk.config import CacheConfig
     from chairlift.engine.async_llm import AsyncLLM
     from chairlift.loadtest import BenchConfig
     from chairlift.local_models import ModelsConfig
@@ -153,6 +154,12 @@ def models(config: "ModelsConfig") -> int:
     return run(config)
 
 
+def cache(config: "CacheConfig") -> int:
+    from chairlift.disk.command import run
+
+    return run(config)
+
+
 def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
     """Runs a server's loop. The process exits at most `_LAST_THREADS_S` after the loop's end, even if a thread hangs,
     for instance in a tokenizer: a regular exit would wait for it.
@@ -265,6 +272,15 @@ _COMMANDS = (
         positionals=("reference", "candidate"),
     ),
     Command(
+        cache,
+        "cache",
+        "List the prompts that servers have saved in a directory, or remove them.",
+        models=("chairlift.disk.config:CacheConfig",),
+        groups={"cache": "directory"},
+        examples=("chairlift cache ~/.cache/prompts", "chairlift cache ~/.cache/prompts --clear --only 3f2a"),
+        positionals=("directory",),
+    ),
+    Command(
         models,
         "models",
         "List the models on this machine, their sizes, and whether each can be served.",
@@ -289,6 +305,7 @@ commands:
   bench              load-test any OpenAI-compatible server
   compare REFERENCE CANDIDATE
                      measure the divergence between two models, files, formats or servers
+  cache DIRECTORY    list the prompts that servers have saved there, or remove them
   models [FOLDER]    list the models on this machine
 
 flags:

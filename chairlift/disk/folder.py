@@ -57,7 +57,7 @@ class PrefixFolder:
         """`max_bytes`: that all caches of the directory may take together. OSError if it cannot be used."""
         secret = root.prepare()
         self.root, self.path, self._max_bytes = root, root.folder_of(facts), max_bytes
-        self.identity = self.path.name
+        self.identity, self._facts = self.path.name, facts
         self._secret = blake2b(self.identity.encode(), key=secret, digest_size=SECRET_BYTES).digest()
         self.keys = KeyMaker(self._secret)
         self._lock = threading.Lock()
@@ -122,6 +122,7 @@ class PrefixFolder:
 
     def write(self, item: Item, content: Sequence[Bytes], used_ns: int) -> int:
         """Writes a file and returns its size; evicts others if need be. OSError if there is no room, or it fails."""
+        self._restore_folder()
         num_bytes = sum(len(memoryview(part).cast("B")) for part in content)
         room = self._max_bytes - HEADER_BYTES - num_bytes
         if room < 0:
@@ -148,6 +149,7 @@ class PrefixFolder:
 
     def refresh(self) -> None:
         """Renews the index, and removes what killed processes have left half written. OSError if that fails."""
+        self._restore_folder()
         oldest = time.time_ns() - int(_SCRATCH_S * 1e9)
         found = list(files_of(self.path))
         for file in found:
@@ -223,6 +225,11 @@ class PrefixFolder:
         finally:
             with contextlib.suppress(OSError):
                 (self.path / item.name).unlink(missing_ok=True)
+
+    def _restore_folder(self) -> None:
+        """Makes the folder again if somebody has removed it from the directory (`chairlift cache --clear`)."""
+        if not self.path.is_dir() and self.root.has_secret:
+            self.root.folder_of(self._facts)
 
     def _label(self, item: Item, num_bytes: int) -> Label:
         return Label(bytes.fromhex(self.identity), item.key, item.num_tokens, num_bytes)

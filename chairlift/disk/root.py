@@ -80,6 +80,11 @@ class PrefixRoot:
         self._make_secret()
         return self._read_secret()
 
+    @property
+    def has_secret(self) -> bool:
+        """False if the directory is gone, or was emptied."""
+        return (self.path / _SECRET_FILE).is_file()
+
     def check_owner(self) -> None:
         """ConfigurationError if the directory is another user's, or others may write to it. OSError if it is gone."""
         info = self.path.stat()

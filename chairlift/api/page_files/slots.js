@@ -113,11 +113,13 @@ class Row {
 
   description() {
     if (this.slot === undefined) return "";
-    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, num_accepted, num_states, request_id } =
+    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, num_accepted, num_restored, num_states } =
       this.slot;
+    const { request_id } = this.slot;
     const name = `Slot ${this.index}`;
     if (state === "free") return `${name} is free.`;
-    const states = num_states === 0 ? "" : `; ${plural(num_states, "recurrent state")} kept along them`;
+    const disk = num_restored === 0 ? "" : `; ${count(num_restored)} of its first tokens were filled in from disk`;
+    const states = `${num_states === 0 ? "" : `; ${plural(num_states, "recurrent state")} kept along them`}${disk}`;
     if (state === "warm")
       return `${name} is free; its ${plural(num_computed, "token")} are kept for a prompt that begins with them${states}.`;
     const reused = num_reused === 0 ? "" : `, ${count(num_reused)} of them reused`;
@@ -164,7 +166,7 @@ function told(slot, isOwn) {
     case "free":
       return "free";
     case "warm":
-      return `${count(slot.num_computed)} warm`;
+      return `${count(slot.num_computed)} warm${slot.num_restored === 0 ? "" : ", disk"}`;
     case "prefilling":
       return `${who}${count(slot.num_computed)} / ${count(slot.num_prompt_tokens)}`;
     default:

@@ -6,7 +6,7 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const SILENCE_MS = 30000; // the server sends something every ten seconds, if only a comment
 
-const SLOT = { state: "free", request_id: "", num_reused: 0, num_computed: 0, num_prompt_tokens: 0, num_tokens: 0, num_held: 0, num_accepted: 0, num_states: 0 };
+const SLOT = { state: "free", request_id: "", num_reused: 0, num_computed: 0, num_prompt_tokens: 0, num_tokens: 0, num_held: 0, num_accepted: 0, num_restored: 0, num_states: 0 };
 const TOTALS = {
   num_prompt_tokens: 0,
   num_cached_tokens: 0,

@@ -42,6 +42,7 @@ _GAUGES: _Table = {
         "num_snapshot_bytes",
         "Bytes of recurrent states that are kept for later prompts, in models that have such states.",
     ),
+    "chairlift_saved_prefix_bytes": ("saved.num_bytes_held", "Bytes of prompts of this model on disk."),
 }
 _COUNTERS: _Table = {
     "chairlift_prompt_tokens": (
@@ -61,6 +62,14 @@ _COUNTERS: _Table = {
     "chairlift_spec_accepted_tokens": (
         "totals.num_accepted_tokens",
         "Guessed tokens that became part of an answer.",
+    ),
+    "chairlift_saved_prefix_hits": ("saved.num_reads", "Prompts of which a part was read from disk."),
+    "chairlift_saved_prefix_tokens": ("saved.num_tokens_read", "Prompt tokens read from disk instead of computed."),
+    "chairlift_saved_prefix_read_bytes": ("saved.num_bytes_read", "Bytes of prompts read from disk."),
+    "chairlift_saved_prefix_written_bytes": ("saved.num_bytes_written", "Bytes of prompts written to disk."),
+    "chairlift_saved_prefix_seconds_saved": (
+        "saved.seconds_saved",
+        "Seconds that prompts read from disk would have taken to be computed, beyond those of reading.",
     ),
 }
 _HISTOGRAMS: _Table = {

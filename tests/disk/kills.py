@@ -1,0 +1,128 @@
+"""Kills engines that save prompts, at random moments, and looks whether their successors say anything wrong.
+
+python -m tests.disk.kills --kills 200
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.core import EngineCore
+from tests.engine.support import make_tiny_checkpoint
+from tests.support.checkpoints import random_prompts
+from tests.support.fork_server import ForkedProcess
+from tests.support.server_process import start_python
+
+PROMPTS = random_prompts(7, [200, 130, 230, 70, 190], 250)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
+MOST_S = 0.6  # after which a process is killed that has begun
+WORK = "import sys; from tests.disk.kills import work; work(*sys.argv[1:])"
+BUDGET = 500_000  # bytes: less than all prompts take, so that some are evicted
+
+
+def answer(llm: LLM, prompt: list[int]) -> str:
+    """The answer, with all bits of its log-probabilities."""
+    choice = llm.generate([prompt], PARAMS)[0].outputs[0]
+    assert choice.logprobs is not None
+    scores = [sorted((token, each.logprob) for token, each in place.items()) for place in choice.logprobs]
+    return json.dumps([list(choice.token_ids), scores])
+
+
+def make_engine(model: str, directory: str | None) -> LLM:
+    config = EngineConfig(
+        model=model,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_batch_size=2,
+        max_seq_len=256,
+        prefix_cache_dir=directory,
+        prefix_cache_bytes=BUDGET,
+    )
+    return LLM.of(EngineCore(config))
+
+
+def work(model: str, directory: str, expected: str, seed: str) -> None:
+    """Answers prompts and saves them until it is killed. Says so when it has begun, and when an answer is wrong."""
+    answers, chance = json.loads(Path(expected).read_text()), random.Random(seed)
+    llm = make_engine(model, directory)
+    core = llm._core
+    assert core is not None
+    num_cached = 0
+    while True:
+        index = chance.randrange(len(PROMPTS))
+        is_right = answer(llm, PROMPTS[index]) == answers[index]
+        num_cached = max(num_cached, core.read_stats().saved.num_tokens_read)
+        os.write(2, f"{'right' if is_right else 'WRONG'} {num_cached}\n".encode())
+        while core.save_next(0.01):
+            pass
+        if chance.random() < 0.2:
+            core.scheduler.reset_prefix_cache()  # so that it is read again
+
+
+def kill_again_and_again(folder: Path, num_kills: int) -> tuple[int, int]:
+    """Returns how many answers were right, and how many processes had read something. Raises if one is wrong."""
+    model = make_tiny_checkpoint(folder / "model", head_dim=32)
+    expected, chance = folder / "expected.json", random.Random(0)
+    with make_engine(model, None) as llm:
+        expected.write_text(json.dumps([answer(llm, prompt) for prompt in PROMPTS]))
+    num_right = num_reading = 0
+    for number in range(num_kills):
+        end, other = os.pipe()
+        process = start_python(WORK, [model, str(folder / "saved"), str(expected), str(number)], os.environ, other)
+        os.close(other)
+        with os.fdopen(end) as told:
+            said = [_first_word(told, number)]
+            wait_s = chance.random() * MOST_S
+            _wait(process, wait_s)
+            process.kill()
+            process.wait()
+            said += [line for line in told if line.startswith(("right", "WRONG"))]
+        assert not any(line.startswith("WRONG") for line in said), f"a wrong answer after {number} kills"
+        num_right += len(said)
+        num_reading += not said[-1].endswith(" 0\n")
+    return num_right, num_reading
+
+
+def _first_word(told: IO[str], number: int) -> str:
+    """Waits until a process has answered once."""
+    log = []
+    for line in told:
+        if line.startswith(("right", "WRONG")):
+            return line
+        log.append(line)
+    raise AssertionError(f"it did not start after {number} kills: {''.join(log)}")
+
+
+def _wait(process: "subprocess.Popen[bytes] | ForkedProcess", seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except (subprocess.TimeoutExpired, TimeoutError):
+        return
+    raise AssertionError("it ended by itself")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    num_kills = parser.parse_args().kills
+    (folder / "model").mkdir()
+    num_right, num_reading = kill_again_and_again(folder, num_kills)
+    shutil.rmtree(folder)
+    sys.stdout.write(
+        f"{num_kills} kills: {num_right} answers, none wrong; {num_reading} processes read what was saved\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -121,23 +121,26 @@ class PrefixFolder:
         return None
 
     def write(self, item: Item, content: Sequence[Bytes], used_ns: int) -> int:
-        """Writes a file and returns its size; evicts others if need be. OSError if there is no room, or it fails."""
+        """Writes a file and returns its size; evicts what was not used for longer, if need be.
+
+        Returns 0 if everything else was used later. OSError if it fails, or the disk is full of something else.
+        """
         self._restore_folder()
         num_bytes = sum(len(memoryview(part).cast("B")) for part in content)
+        used_ns -= item.depth * _STEP_NS
         room = self._max_bytes - HEADER_BYTES - num_bytes
-        if room < 0:
-            raise OSError(errno.ENOSPC, f"prefix_cache_bytes is below the {num_bytes} bytes of one file")
-        if self._num_foreign_bytes + self.num_bytes > room:
-            self.evict(room)
+        if self._num_foreign_bytes + self.num_bytes > room and not self.evict(room, used_ns):
+            return 0
         path = self.path / item.name
         try:
             size = write_entry(path, self._label(item, num_bytes), content, self._secret)
         except OSError as error:
-            if error.errno not in _FULL or not self.evict(int(self.num_bytes * _KEPT_SHARE)):
+            if error.errno not in _FULL:
                 raise
+            self.evict(self.num_bytes - num_bytes, used_ns)
             size = write_entry(path, self._label(item, num_bytes), content, self._secret)
-        self._note(item.name, size, used_ns - item.depth * _STEP_NS)
-        self._date(item, used_ns)
+        self._note(item.name, size, used_ns)
+        self._date(item.name, used_ns)
         return size
 
     def touch(self, items: Iterable[Item], used_ns: int) -> None:
@@ -145,7 +148,7 @@ class PrefixFolder:
         for item in items:
             if self.has(item):
                 self._used[item.name] = used_ns - item.depth * _STEP_NS
-                self._date(item, used_ns)
+                self._date(item.name, self._used[item.name])
 
     def refresh(self) -> None:
         """Renews the index, and removes what killed processes have left half written. OSError if that fails."""
@@ -167,27 +170,26 @@ class PrefixFolder:
                 self._note_state(name)
             self._num_foreign_bytes = sum(file.num_bytes for file in others)
 
-    def evict(self, most: int) -> bool:
-        """Removes the files of any cache that were not used for longest, until all have `most` bytes or a little less.
+    def evict(self, most: int, before_ns: int) -> bool:
+        """Removes files of any cache that were last used before, the first of them first, until all have `most` bytes
+        or a little less.
 
-        False if nothing was removed, as when another process is at it. OSError if that fails.
+        False if all have more in the end, as when another process is at it. OSError if that fails.
         """
         with self.root.locked() as is_held:
             if not is_held:
                 return False
             files = [file for folder in self.root.folders() for file in files_of(folder)]
             files.sort(key=lambda file: file.used_ns)
-            num_bytes, num_removed = sum(file.num_bytes for file in files), 0
-            if num_bytes <= most:
-                return False
+            num_bytes = sum(file.num_bytes for file in files)
+            goal = most if num_bytes <= most else max(0, most) * _KEPT_SHARE
             for file in files:
-                if num_bytes <= max(0, most) * _KEPT_SHARE:
+                if num_bytes <= goal or file.used_ns >= before_ns:
                     break
                 file.path.unlink(missing_ok=True)
                 num_bytes -= file.num_bytes
-                num_removed += 1
         self.refresh()
-        return num_removed > 0
+        return num_bytes <= most
 
     def hide(self, items: Iterable[Item]) -> None:
         """Takes files out of the index, before `remove`."""
@@ -234,10 +236,9 @@ class PrefixFolder:
     def _label(self, item: Item, num_bytes: int) -> Label:
         return Label(bytes.fromhex(self.identity), item.key, item.num_tokens, num_bytes)
 
-    def _date(self, item: Item, used_ns: int) -> None:
-        used_ns -= item.depth * _STEP_NS
+    def _date(self, name: str, used_ns: int) -> None:
         with contextlib.suppress(OSError):
-            os.utime(self.path / item.name, ns=(used_ns, used_ns))
+            os.utime(self.path / name, ns=(used_ns, used_ns))
 
     def _note(self, name: str, size: int, used_ns: int) -> None:
         with self._lock:

@@ -149,7 +149,13 @@ def test_the_prompt_that_was_not_used_for_longest_is_evicted_from_its_end(tmp_pa
     save(folder, used_ns=2 * 10**18, tokens=new)
     counts = [folder.count_segments(keys_of(folder, tokens)) for tokens in (old, new)]
     other.refresh()
-    assert (counts, other.count_segments(keys_of(other))) == ([0, 1], 3)
+    assert (counts, other.count_segments(keys_of(other))) == ([0, 3], 3)
+
+
+def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
+    folder = opened(tmp_path, max_bytes=2 * FILE_SIZE)
+    keys = save(folder)
+    assert (folder.count_segments(keys), folder.num_bytes) == (2, 2 * FILE_SIZE)
 
 
 def test_what_is_used_again_stays(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_two_engines_share_a_directory(native: str, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_left_out_and_beginnings_stay(native: str, tmp_path: Path) -> None:
     answered(native, tmp_path, prefix_cache_bytes=70_000)  # two segments of 33 kB
-    assert answered(native, tmp_path, prefix_cache_bytes=70_000).num_cached_tokens in (64, 128)
+    assert answered(native, tmp_path, prefix_cache_bytes=70_000).num_cached_tokens == 128
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")

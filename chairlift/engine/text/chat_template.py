@@ -11,6 +11,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from chairlift.engine.text.call_ids import needs_short_ids, with_short_ids
 from chairlift.engine.text.chat_rendering import RESERVED, ChatRenderer
 from chairlift.engine.text.content_forms import NO_PARTS, ContentForms, find_content_forms
+from chairlift.engine.text.gemma_turns import takes_responses, with_responses
 from chairlift.engine.text.harmony_turns import described, in_harmony, is_harmony, with_known_effort
 from chairlift.engine.text.template_limits import TemplateTooCostly, limited, release
 from chairlift.engine.text.tokenizer_parts import TokenizerParts
@@ -58,6 +59,7 @@ class ChatTemplate:
         self.text = template if isinstance(template, str) else "\n".join((template or {}).values())  # empty: none
         self._needs_short_ids = needs_short_ids(self.text)
         self._is_harmony = is_harmony(self.text)
+        self._takes_responses = takes_responses(self.text)
         if self.exists:
             with limited():
                 self._try(file)
@@ -107,6 +109,8 @@ class ChatTemplate:
                 messages = in_harmony(messages)
                 arguments = with_known_effort(options.template_arguments)
                 options = replace(options, tools=described(options.tools), template_arguments=arguments)
+            if self._takes_responses:
+                messages = with_responses(messages)
             forms = self._forms_with_tools if options.tools else self._forms
             return self._render(forms.apply(messages), options)
         except _TEMPLATE_ERRORS as error:

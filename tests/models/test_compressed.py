@@ -68,12 +68,16 @@ def test_what_was_packed_is_read_without_loss_and_weighed_before(tmp_path: Path,
     parts = [expected[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     assert torch.equal(linear(plain, "0.self_attn.qkv_proj").weight, torch.cat(parts))
     assert torch.equal(linear(plain, "0.mlp.down_proj").weight, expected[f"{DOWN}.weight"])
-    grouped, size = linear(kept, "0.mlp.down_proj").grouped, grouped_size(open_checkpoint(str(tmp_path)))
+    grouped = linear(kept, "0.mlp.down_proj").grouped
+    size, native = (grouped_size(open_checkpoint(str(tmp_path)), is_on_gpu=is_on_gpu) for is_on_gpu in (True, False))
     assert grouped is not None
     assert torch.equal(grouped.dequantize(), expected[f"{DOWN}.weight"])
     assert (grouped.num_bits, grouped.group_size) == (CASES[case][1], {-1: 128}.get(CASES[case][2], CASES[case][2]))
     assert size is not None
     assert size.num_bytes == num_bytes(groups_of(kept))
+    scales = sum(each.scales.numel() * (1 + (each.offsets is not None)) for each in groups_of(kept))
+    assert native is not None
+    assert native.num_bytes == size.num_bytes - 2 * scales  # float16 instead of float32
 
 
 ACTIVATIONS = compressed_tensors(8, 128, True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import grouped_size
@@ -37,11 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {  # what is stated, b
 }
 
 
-def write(directory: Path, case: str, **stated: Any) -> dict[str, torch.Tensor]:
+def write(directory: Path, case: str, shape: dict[str, Any] = SHAPE, **stated: Any) -> dict[str, torch.Tensor]:
     """A checkpoint whose products in layers are compressed; returns what they are, by the name of the weight."""
     config, num_bits, group_size, is_symmetric = CASES[case]
-    model = make_checkpoint(directory, **SHAPE)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    make_checkpoint(directory, **shape)
+    tensors = load_file(directory / "model.safetensors")
     expected = {}
     for seed, name in enumerate(sorted(tensors)):
         base = name.removesuffix(".weight")
@@ -78,6 +78,20 @@ def test_what_was_packed_is_read_without_loss_and_weighed_before(tmp_path: Path,
     scales = sum(each.scales.numel() * (1 + (each.offsets is not None)) for each in groups_of(kept))
     assert native is not None
     assert native.num_bytes == size.num_bytes - 2 * scales  # float16 instead of float32
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32}
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq, 4 bits", f"pack-quantized {(8, 32, True)}"])
+def test_matrices_of_experts_are_packed_one_by_one(tmp_path: Path, case: str) -> None:
+    expected = write(tmp_path, case, {**SHAPE, "model_type": "qwen3_moe", **EXPERTS})
+    kept = load(tmp_path, keeps_groups=True)
+    for part in ("gate", "up", "down"):
+        grouped = linear(kept, f"0.experts.{part}_proj").grouped
+        names = [f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3)]
+        assert grouped is not None
+        assert torch.equal(grouped.dequantize(), torch.cat([expected[name] for name in names]))
 
 
 ACTIVATIONS = compressed_tensors(8, 128, True)

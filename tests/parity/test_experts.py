@@ -22,6 +22,7 @@ from chairlift.models.cpu import CpuDecoder
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.loader import grouped_size
 from chairlift.models.parallel import find_split_obstacle
+from chairlift.params import SamplingParams
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
@@ -193,13 +194,33 @@ def test_native_logits_are_those_of_transformers_with_the_same_bits_in_every_mix
 
 
 @needs_kernels
-def test_native_answers_are_those_of_transformers_with_guesses(directory: Path) -> None:
-    path, reference = checkpoint(directory, "qwen3_moe")
-    prompts = random_prompts(6, [3, 40, 17])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "lfm2_moe", "glm4_moe", "qwen3_next", "ernie4_5_moe"])
+def test_native_answers_are_those_of_transformers_on_reused_prefixes_with_guesses(directory: Path, family: str) -> None:
+    path, reference = checkpoint(directory, family)
+    first, second, third, shared = random_prompts(6, [3, 40, 17, 50])
+    prompts = [first, shared + second, shared + third]
     engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "speculation": "ngram"}
     with LLM(str(path), attention_backend="cpu", max_seq_len=SLOT_LEN, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
+
+
+@needs_kernels
+def test_requests_get_the_same_bits_alone_as_among_two_hundred(directory: Path) -> None:
+    path, _ = checkpoint(directory, "qwen3_moe")
+    numbers = random.Random(7)
+    prompts = random_prompts(8, [numbers.randint(1, 24) for _ in range(200)])
+    params = [
+        SamplingParams(temperature=numbers.choice([0.0, 1.0]), seed=index, max_tokens=numbers.randint(1, 5), logprobs=2)
+        for index in range(len(prompts))
+    ]
+    engine: dict[str, Any] = {"attention_backend": "cpu", "dtype": "float32", "max_seq_len": 64}
+    answers = []
+    for num_slots, num_tokens in ((1, 64), (16, 40)):
+        with LLM(str(path), max_batch_size=num_slots, max_num_batched_tokens=num_tokens, **engine) as llm:
+            answers.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    alone, together = ([(each.token_ids, each.logprobs) for each in run] for run in answers)
+    assert together == alone
 
 
 def test_stacked_experts_are_read_as_single_ones_are(tmp_path: Path) -> None:

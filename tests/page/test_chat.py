@@ -156,7 +156,9 @@ def test_calls_of_tools_are_shown_and_their_results_are_sent(page: Page, site: F
     page.click("#settings summary")
     page.type("#tools", "no list")
     send(page, "What is 1 + 2?")
+    page.click("#openers button")
     assert page.run("document.getElementById('tools').matches(':invalid')")
+    assert page.count("article") == 0
     page.run("document.getElementById('tools').value = ''")
     page.type("#tools", json.dumps([TOOL]))
     page.click("#settings summary")

@@ -83,7 +83,7 @@ export class Chat {
   }
 
   #send(text) {
-    if (text === "" || this.answering !== null) return;
+    if (text === "" || !this.#mayAnswer()) return;
     at("message").value = "";
     this.#add({ role: "user", content: text });
     this.#answer();
@@ -91,18 +91,30 @@ export class Chat {
 
   // The turns of an entry and of those below it are taken back, and another message takes their place.
   #sendInstead(entry, text) {
-    if (this.answering !== null) return;
+    if (!this.#mayAnswer()) return;
     this.#remove(this.entries.slice(this.entries.indexOf(entry)));
     this.#send(text);
   }
 
+  #sendResults(take) {
+    if (!this.#mayAnswer()) return;
+    take();
+    this.#answer();
+  }
+
   #answerAgain() {
+    if (!this.#mayAnswer()) return;
     if (this.entries.at(-1).turn.role === "assistant") this.#remove(this.entries.slice(-1));
     this.#answer();
   }
 
+  // False while an answer streams, and where a setting has a mistake, which is then shown.
+  #mayAnswer() {
+    return this.answering === null && at("composer").reportValidity();
+  }
+
   #answer(continues = false) {
-    if (this.answering !== null) return;
+    if (!this.#mayAnswer()) return;
     this.answered = this.#streamAnswer(continues);
   }
 
@@ -123,9 +135,9 @@ export class Chat {
       answer.ended();
     } catch (error) {
       if (error.name === "AbortError") answer.stopped();
-      else answer.failed(error.status === undefined ? GONE : error.message); // what came stays above it
+      else answer.failed(error instanceof TypeError ? GONE : error.message); // what came stays above it
     }
-    if (entry.turn.calls) entry.showCalls(() => this.#answer());
+    if (entry.turn.calls) entry.showCalls((take) => this.#sendResults(take));
     this.answering = null;
     this.#showState();
     at("message").focus({ preventScroll: true });
@@ -138,7 +150,7 @@ export class Chat {
     this.entries.push(entry);
     at("welcome").hidden = true;
     keepingEndInSight(() => at("log").append(entry.element), true);
-    if (turn.role === "assistant") entry.showAnswer(() => this.#answer());
+    if (turn.role === "assistant") entry.showAnswer((take) => this.#sendResults(take));
     return entry;
   }
 

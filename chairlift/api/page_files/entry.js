@@ -56,7 +56,7 @@ export class Entry {
   // `onResults` undefined: the calls are still being written.
   showCalls(onResults) {
     if (this.callsView === undefined) {
-      this.callsView = new CallsView(() => this.onResults());
+      this.callsView = new CallsView((take) => this.onResults(take));
       this.body.after(this.callsView.element);
     }
     this.onResults = onResults;

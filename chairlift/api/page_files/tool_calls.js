@@ -24,14 +24,14 @@ export function messagesOfCalls(calls) {
 
 export const areAnswered = (calls) => calls.every((call) => call.result !== undefined);
 
-// The calls of one turn. `onResults` is called when the person has given a result to each.
+// The calls of one turn. `onResults` is called when the person has given a result to each, with what takes them over.
 export class CallsView {
   constructor(onResults) {
     this.onResults = onResults;
     this.element = make("form", "calls");
     this.element.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#give();
+      this.onResults(() => this.#take());
     });
   }
 
@@ -43,11 +43,10 @@ export class CallsView {
     this.element.replaceChildren(...cards, ...send);
   }
 
-  #give() {
+  #take() {
     const fields = [...this.element.querySelectorAll("textarea")];
     fields.forEach((field, index) => (this.calls[index].result = field.value));
     this.draw(this.calls, false);
-    this.onResults();
   }
 }
 

@@ -22,13 +22,13 @@ X86, ARM = instruction_sets("x86_64"), instruction_sets("aarch64")
 GCC = ("g++", "g++-11", "g++-12", "g++-13", "g++-14")
 CLANG_FOR_ARM = "clang++ --target=aarch64-linux-gnu"
 CLANG_FOR_MACOS = "clang++ --target=arm64-apple-macos12 -nostdinc++ -U__nonnull"
-# Every format, odd sizes, heads of 32 to 256, windows and soft caps, depths that are cut into parts.
+# Every format, odd sizes, heads of 32 to 512 and of 80, windows and soft caps, depths that are cut into parts.
 CASES = (
-    ("like OLMo 2", support.BFLOAT16),
+    ("like Granite, Phi and SmolLM", support.BFLOAT16),
     ("layers that differ", support.BFLOAT16_INT8),
-    ("like Gemma", support.BFLOAT16_INT8),
+    ("like Gemma 4", support.BFLOAT16_INT8),
     ("five heads to one", support.BFLOAT16_INT4),
-    ("wide heads", support.FLOAT32_INT8),
+    ("heads as wide as any", support.FLOAT32_INT8),
     ("one head to one", support.FLOAT32),
     ("deep products", support.BFLOAT16),
 )
@@ -61,7 +61,7 @@ def computed(isa: str | None = None) -> list[torch.Tensor]:
             bench.cache.copy_prefix(2, 7, 135)
             bench.cache.settle()
             logits += bench.run([Row(2, [8]), Row(7, [3])])
-        config, number_format = support.SHAPES["layers that differ"], support.BFLOAT16_INT4
+        config, number_format = support.SHAPES["like Gemma 4"], support.BFLOAT16_INT4
         pieces = in_pieces(support.cpu_forward(config, number_format, isa), (1, 2, 1))
         logits += Bench(config, number_format.dtype, pieces).run(STEPS[0])
         for number_format in (support.FLOAT32, support.BFLOAT16_INT8):

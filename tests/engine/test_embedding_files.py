@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter, PoolingType
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -14,10 +15,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from chairlift import LLM
 from chairlift.engine.text.embedding import EmbeddingConfig
-from chairlift.engine.text.relevance import CosineRelevance
+from chairlift.engine.text.relevance import CosineRelevance, Pair
 from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.models.checkpoint import open_checkpoint
 from chairlift.prompt_work import Pooling
 from tests.engine.support import GREEDY, PROMPTS, make_llm, make_tiny_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import write_model
 
 LIBRARY = "sentence_transformers.models."
 """Where the types of modules were in older versions of sentence-transformers."""
@@ -141,3 +145,40 @@ def test_a_decoder_of_another_name_compares_vectors(tiny: str) -> None:
         assert isinstance(llm.inputs.relevance, CosineRelevance)
         with pytest.raises(InvalidRequest, match="this model compares vectors and reads no instruction"):
             llm.score("a snail", ["a house"], instruction="find it")
+
+
+def test_a_template_with_a_role_for_documents_makes_a_rerankers_prompt(tmp_path: Path) -> None:
+    with reranker(tmp_path):
+        template = (
+            "{% for each in messages %}{{ each['role'][0] }}: {{ each['content'] }}\n{% endfor %}{# 'document' #}"
+        )
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with make_llm(str(tmp_path)) as llm:
+        (prompt,) = llm.inputs.relevance.compare([Pair("snail", "a house<|im_end|>")], "find it").prompts
+        assert prompt == [*b"s: find it\nq: snail\nd: a house<|im_end|>\n"]
+        assert 0.0 < llm.score("snail", "a house")[0].score < 1.0
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_causal", "found"),
+    [
+        (PoolingType.MEAN, True, "mean"),
+        (PoolingType.CLS, True, "pooling_type 2 is not supported"),
+        (PoolingType.LAST, False, "its llama.attention.causal is false"),
+    ],
+)
+def test_a_gguf_file_tells_its_pooling_and_whether_it_is_causal(
+    pooling: PoolingType, is_causal: bool, found: str, tmp_path: Path
+) -> None:
+    def describe(writer: GGUFWriter) -> None:
+        writer.add_token_list([f"t{index}" for index in range(320)])
+        writer.add_pooling_type(pooling)
+        writer.add_causal_attention(is_causal)
+
+    path = write_model(make_checkpoint(tmp_path / "made"), tmp_path / "model.gguf", tokenizer=describe)
+    try:
+        open_checkpoint(str(path))
+        said: str = EmbeddingConfig.read(path).pooling
+    except CheckpointError as error:
+        said = str(error)
+    assert found in said

@@ -191,6 +191,22 @@ def test_a_running_stream_finishes_while_new_work_is_refused(tmp_path: Path) -> 
         assert process.exit_code() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+def test_prompts_are_saved_on_sigterm_and_found_by_the_next_server(tmp_path: Path, num_workers: str) -> None:
+    flags = ["--prefix-cache-dir", str(tmp_path / "prompts"), "--api-workers", num_workers]
+    body = {"prompt": [65] * 300, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    choices, num_cached = [], []
+    for _ in range(2):
+        with running(SERVE, *flags, "--model", "bundled") as process:
+            reply = httpx.post(f"{process.url}/v1/completions", json=body, timeout=60).json()
+            process.popen.terminate()
+            assert process.exit_code() == 0
+        choices.append(reply["choices"])
+        num_cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert (num_cached, choices[0] == choices[1]) == ([0, 256], True)
+
+
 def test_a_router_reads_503_before_requests_are_refused() -> None:
     with serving("--drain-delay", "60") as (process, client):
         draining(process, client)

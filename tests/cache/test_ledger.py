@@ -10,7 +10,7 @@ import pytest
 from chairlift.cache import CacheFull
 from chairlift.cache.budget import CacheUse
 from chairlift.cache.ledger import SlotLedger
-from chairlift.plan import CommonPrefix, Reservation, Scrub
+from chairlift.plan import CommonPrefix, Reservation, SavedPart, Scrub, SlotLoad
 
 
 @pytest.mark.parametrize(("num_slots", "max_seq_len"), [(0, 8), (4, 0), (-1, 8)])
@@ -287,3 +287,35 @@ def test_a_budget_that_no_full_slot_fits_into_is_refused() -> None:
     with pytest.raises(ValueError, match="a cache of 127 tokens cannot hold a sequence of 100 tokens in chunks of 64"):
         SlotLedger(4, 100, 127)
     assert SlotLedger(4, 100).budget.use == CacheUse(num_tokens=512)  # without budget: all that fits
+
+
+def test_what_was_loaded_counts_once_it_is_restored() -> None:
+    ledger, part = SlotLedger(2, 192), SavedPart(0, 64, 128, b"")
+    (slot,) = ledger.claim(1)
+    ledger.grow(slot, 150)
+    ledger.commit([70], ledger.reserve([slot], [70]))
+    ledger.load(slot, 70, 128, part)
+    assert (ledger.num_valid(slot), ledger.num_loaded(slot)) == (70, 128)
+    assert ledger.owed[-1] == SlotLoad(slot, 70, 128, part)
+    ledger.restore(slot, 100)
+    assert (ledger.num_valid(slot), ledger.num_loaded(slot)) == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "said"),
+    [
+        (71, 100, "cannot be loaded behind 70"),
+        (70, 129, "a part from 64 to 128 cannot be loaded"),
+        (60, 100, "cannot be loaded behind 70"),
+    ],
+)
+def test_what_does_not_follow_is_not_loaded(start: int, end: int, said: str) -> None:
+    ledger = SlotLedger(2, 192)
+    (slot,) = ledger.claim(1)
+    ledger.grow(slot, 150)
+    ledger.commit([70], ledger.reserve([slot], [70]))
+    with pytest.raises(ValueError, match=said):
+        ledger.load(slot, start, end, SavedPart(0, 64, 128, b""))
+    with pytest.raises(ValueError, match="has 70 tokens and 70 with those loaded: not 100"):
+        ledger.restore(slot, 100)
+    assert (ledger.num_valid(slot), list(ledger.owed)) == (70, [])

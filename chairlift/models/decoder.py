@@ -15,7 +15,7 @@ from chairlift.models.attention import Attend
 from chairlift.models.blocks import EMBEDDING, AltUpLayer, DecoderLayer, LayerInputs, Pass, Residual, Streams
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import Embedding, Linear, RMSNorm, can_pack, soft_cap
+from chairlift.models.layers import Embedding, Linear, RMSNorm, RowTable, can_pack, soft_cap
 from chairlift.models.recurrence import Recur
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeTable
@@ -67,20 +67,27 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
-    def is_whole_product(self, name: str) -> bool:
-        """Returns true for the matrix of a `Linear` that nothing but products with all of it read."""
+    def can_keep_groups(self, name: str, *, is_on_gpu: bool) -> bool:
+        """Returns true for a matrix that may stay in groups, if the backend multiplies these.
+
+        It is one of which rows are looked up, or a product's. On a GPU nothing but products with all of it may read it.
+        """
         module, _, leaf = name.rpartition(".")
-        linear = self.get_submodule(module) if leaf == "weight" else None
-        return isinstance(linear, Linear) and linear.is_whole
+        own = self.get_submodule(module) if leaf == "weight" else None
+        is_multiplied = isinstance(own, Linear) and own.is_whole if is_on_gpu else self.is_product(name)
+        return is_multiplied or isinstance(own, RowTable)
 
     def load_weight(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
-        """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
+        """Replaces the matrix of a product, or one that is looked up.
+
+        A tied head takes the embedding's matrix, which the embedding then lacks.
+        """
         if name == EMBEDDING:
             self._add_tied_head()
             del self.model.embed_tokens.weight
             self.lm_head.load_weight(weight)
         else:
-            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).load_weight(weight)
+            cast("Linear | RowTable", self.get_submodule(name.removesuffix(".weight"))).load_weight(weight)
 
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.

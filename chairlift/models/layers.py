@@ -110,6 +110,34 @@ class Embedding(nn.Embedding):
         """See `Linear`."""
 
 
+class RowTable(Embedding):
+    """Looks up rows. Those in groups of small integers stay so, and become numbers when they are looked up."""
+
+    _grouped: GroupedWeight | None = None
+
+    def load_weight(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
+        """Replaces `weight` with one in groups."""
+        loaded = weight() if callable(weight) else weight
+        assert isinstance(loaded, GroupedWeight), "plain rows are set as a parameter"
+        self._grouped = loaded
+        del self.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows take."""
+        if (grouped := self._grouped) is None:
+            return self.weight.nbytes
+        parts = (grouped.values, grouped.scales, grouped.offsets)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def look_up(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """int64 `[T]` -> `[T, features]`"""
+        if self._grouped is None:
+            plain: torch.Tensor = self(indices)
+            return plain.to(dtype)
+        return self._grouped.map_rows(lambda rows: rows[indices]).dequantize(dtype)
+
+
 def can_pack(weight: torch.Tensor) -> bool:
     """True where packing pays: measured on x86, it does for bfloat16 and does not for float32.
 

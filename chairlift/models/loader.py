@@ -202,7 +202,7 @@ def _formats_of(
         formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
         sizes = {each.group_size for each in formats}
         is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
-        if is_whole and (model.is_whole_product(name) if is_on_gpu else model.is_product(name)):
+        if is_whole and model.can_keep_groups(name, is_on_gpu=is_on_gpu):
             found[name] = formats
     return found
 

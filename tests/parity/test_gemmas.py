@@ -4,19 +4,22 @@ import random
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from chairlift import LLM
 from chairlift.config import DType
-from chairlift.models import open_checkpoint
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.cpu import CpuDecoder
+from chairlift.models.grouped import GroupedWeight
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.models.test_gguf import rewritten
 from tests.parity.support import Checkpoints, bench, native_bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import random_prompts
-from tests.support.forward_bench import SLOT_LEN, Row, logits_of, steps_around
-from tests.support.gguf_files import finish, write_model
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
+from tests.support.gguf_files import Kind, finish, write_model
 from tests.support.kernels import needs_kernels
 
 WINDOW = 24  # tokens, of sequences of more than twice as many
@@ -128,6 +131,39 @@ def test_a_token_takes_the_memory_of_what_layers_keep(directory: Path, name: str
     assert opened.config.token_bytes(DType.BFLOAT16) == 2 * elements
     cache = bench(checkpoint(directory, name)[0]).cache
     assert sum(blocks[0, :, :, 0].numel() for memory in cache.memories for blocks in [memory.blocks]) == elements
+
+
+def test_a_file_of_small_integers_keeps_them(directory: Path, tmp_path: Path) -> None:
+    _, reference = checkpoint(directory, "gemma 4 E4B")
+    kinds = {"per_layer_projection": Kind.F32, "": Kind.Q4_0}  # of 16 features, and rows of whole groups
+    file = write_model(reference, tmp_path / "model.gguf", kinds)
+    opened = open_checkpoint(str(file))
+    weights, name = opened.open_weights(), "model.embed_tokens_per_layer.weight"
+    for each in (name, "model.layers.0.mlp.down_proj.weight", "model.layers.5.per_layer_input_gate.weight"):
+        stored = weights.read(each)
+        assert isinstance(stored, GroupedWeight)
+        values = reference.get_parameter(each).detach().numpy()
+        exact = gguf.dequantize(gguf.quantize(values, Kind.Q4_0), Kind.Q4_0)
+        assert torch.equal(stored.dequantize(), torch.from_numpy(exact))
+    tokens = torch.tensor([5, 319, 5])
+    looked_up = []
+    for keeps_groups in (True, False):
+        inputs = load_model(opened, DType.FLOAT32, "cpu", 8, keeps_groups=keeps_groups).model.layer_inputs
+        assert inputs is not None
+        assert hasattr(inputs.embedding, "weight") is not keeps_groups
+        looked_up.append(inputs.look_up(tokens, torch.float32))
+    assert torch.equal(*looked_up)
+
+
+@needs_kernels
+def test_native_answers_of_such_a_file_are_those_of_the_numbers_in_it(directory: Path, tmp_path: Path) -> None:
+    _, reference = checkpoint(directory, "gemma 4 E4B")
+    kinds = {"per_layer_projection": Kind.F32, "": Kind.Q8_0}
+    opened = open_checkpoint(str(write_model(reference, tmp_path / "model.gguf", kinds)))
+    model = load_model(opened, DType.FLOAT32, "cpu", SLOT_LEN, keeps_groups=True)
+    ours = Bench(model.config, torch.float32, CpuDecoder(model, SLOT_LEN)).run([Row(1, [3, 1, 4])])[0]
+    theirs = bench(tmp_path / "model.gguf").run([Row(1, [3, 1, 4])])[0]
+    assert torch.linalg.vector_norm(ours - theirs) < 0.05 * torch.linalg.vector_norm(theirs)  # inputs are rounded, too
 
 
 def test_keys_of_layers_that_read_those_of_others_are_left_out(

@@ -13,7 +13,7 @@ from torch import nn
 
 from chairlift.models.blocks.block import BlockModule, Packer, Pass, Weight
 from chairlift.models.blocks.dense_mlp import ACTIVATE, Activation
-from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.layers import Linear, RMSNorm, RowTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class LayerInputs(nn.Module):
         super().__init__()
         self.config = config
         num_features = config.num_layers * config.size
-        self.embedding = nn.Embedding(config.vocab_size, num_features)
+        self.embedding = RowTable(config.vocab_size, num_features)
         self.projection = Linear(hidden_size, num_features, bias=False)
         self.norm = make_norm(config.size)
         self.projection_scale, self.factor = hidden_size**-0.5, 2**-0.5
@@ -113,8 +113,7 @@ class LayerInputs(nn.Module):
         """int64 `[T]` -> the summand that comes of the second embedding, `[T, layers, size]`."""
         config, scale = self.config, torch.tensor(self.config.size**0.5, dtype=dtype).item()
         known = torch.where(input_ids < config.vocab_size, input_ids, 0)
-        embedded: torch.Tensor = self.embedding(known).unflatten(-1, (-1, config.size))
-        return embedded * scale
+        return self.embedding.look_up(known, dtype).view(-1, config.num_layers, config.size) * scale
 
 
 def weights_of_layer_inputs() -> list[Weight]:

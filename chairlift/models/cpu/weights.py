@@ -121,7 +121,7 @@ class NativeWeights:
         made = self.layer_inputs
         if made is None:
             return LayerInputs()
-        self.num_bytes += made.embedding.weight.nbytes
+        self.num_bytes += made.embedding.num_bytes
         return LayerInputs(
             projection=self._matrix(made.projection),
             norm=self.norm(made.norm),

@@ -58,7 +58,8 @@ def main() -> int:
 def compare(engines: Sequence[Engine], model: Path, logs: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs all workloads, prints the table; returns the JSON."""
     fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    weight_bytes, cache_bytes = 1 if arguments.quantization else _BYTES[arguments.dtype], _BYTES[arguments.dtype]
+    weight_bytes = fields.get("bytes_per_weight") or (1 if arguments.quantization else _BYTES[arguments.dtype])
+    cache_bytes = _BYTES[arguments.dtype]
     shape = ModelShape.of(fields, weight_bytes, cache_bytes)
     settings = _settings(arguments, model, shape)
     limits = Limits(start_up=arguments.start_limit, answer=arguments.limit)

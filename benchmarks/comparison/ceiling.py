@@ -1,6 +1,7 @@
 """Workloads, and the most tokens per second that a machine allows for them.
 
-A step reads each weight once and multiplies it once per token.
+A step reads each weight once and multiplies it once per token. Of experts it reads those that its tokens touch, if each
+token chooses by chance, and multiplies a token by those that it chooses.
 
 Prompts are one pass: their FLOPs without the head, but for each prompt's last token. Every further token is one pass
 over all requests. A pass takes the larger of its FLOPs over the matrix rate and its bytes (weights and cached keys and
@@ -78,8 +79,22 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The sizes of a mixture, in every layer but the first dense ones."""
+
+    count: int
+    num_chosen: int
+    intermediate_size: int
+    num_dense_layers: int
+
+    def touched(self, num_tokens: int) -> float:
+        """How many experts of a layer the tokens choose together."""
+        return self.count * (1 - (1 - self.num_chosen / self.count) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama, and the bytes of one weight and of one cached number."""
+    """The sizes of a Llama, or of one with experts, and the bytes of one weight and of one cached number."""
 
     hidden_size: int
     num_layers: int
@@ -88,13 +103,17 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    weight_bytes: int
+    weight_bytes: float
     cache_bytes: int
+    experts: Experts | None = None
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], weight_bytes: int, cache_bytes: int) -> Self:
+    def of(cls, fields: Mapping[str, Any], weight_bytes: float, cache_bytes: int) -> Self:
         """`fields`: a checkpoint's config.json."""
-        num_heads = fields["num_attention_heads"]
+        num_heads, experts = fields["num_attention_heads"], None
+        if count := fields.get("num_experts"):
+            sizes = fields["num_experts_per_tok"], fields["moe_intermediate_size"], fields.get("num_dense_layers", 0)
+            experts = Experts(count, *sizes)
         return cls(
             hidden_size=fields["hidden_size"],
             num_layers=fields["num_hidden_layers"],
@@ -105,13 +124,22 @@ class ModelShape:
             vocab_size=fields["vocab_size"],
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
+            experts=experts,
         )
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the matrices of all layers."""
+        """Weights in the matrices of all layers that a token is multiplied by."""
+        return round(self._layer_weights(0 if self.experts is None else self.experts.num_chosen))
+
+    def _layer_weights(self, num_experts: float) -> float:
+        """With so many experts of each layer that has some."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        num_dense = self.num_layers if self.experts is None else self.experts.num_dense_layers
+        inner: float = num_dense * self.intermediate_size
+        if self.experts is not None:
+            inner += (self.num_layers - num_dense) * self.experts.intermediate_size * num_experts
+        return self.num_layers * attention + 3 * self.hidden_size * inner
 
     @property
     def num_head_weights(self) -> int:
@@ -125,17 +153,18 @@ class ModelShape:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
 
-    @property
-    def read_bytes(self) -> int:
-        """What every pass reads of the weights."""
-        return self.weight_bytes * (self.num_layer_weights + self.num_head_weights)
+    def read_bytes(self, num_tokens: int) -> int:
+        """What a pass of so many tokens reads of the weights."""
+        touched = 0 if self.experts is None else self.experts.touched(num_tokens)
+        return round(self.weight_bytes * (self._layer_weights(touched) + self.num_head_weights))
 
 
 def prefill(shape: ModelShape, workload: Workload) -> Pass:
     """All prompts, and each one's first token."""
     length = workload.prompt_tokens
     layers = 2 * shape.num_layer_weights * length + shape.attention_flops(length * (length + 1) // 2)
-    return Pass(workload.num_requests * (layers + 2 * shape.num_head_weights), shape.read_bytes)
+    read = shape.read_bytes(workload.num_requests * length)
+    return Pass(workload.num_requests * (layers + 2 * shape.num_head_weights), read)
 
 
 def decode_step(shape: ModelShape, workload: Workload, num_generated: int) -> Pass:
@@ -144,7 +173,7 @@ def decode_step(shape: ModelShape, workload: Workload, num_generated: int) -> Pa
     weights = shape.num_layer_weights + shape.num_head_weights
     return Pass(
         workload.num_requests * (2 * weights + shape.attention_flops(num_cached + 1)),
-        shape.read_bytes + workload.num_requests * shape.cached_bytes(num_cached),
+        shape.read_bytes(workload.num_requests) + workload.num_requests * shape.cached_bytes(num_cached),
     )
 
 

@@ -202,10 +202,20 @@ def test_prompts_are_the_same_for_every_engine_others_in_every_round_and_of_toke
 
 def test_the_weights_of_all_matrices_are_counted_and_int8_halves_their_bytes_and_not_the_cache() -> None:
     assert (SHAPE.head_dim, SHAPE.num_layer_weights, SHAPE.num_head_weights) == (4, 2 * 576, 80)
-    assert SHAPE.read_bytes == 2 * (1152 + 80)
+    assert SHAPE.read_bytes(3) == 2 * (1152 + 80)
     int8 = ModelShape.of(FIELDS, weight_bytes=1, cache_bytes=2)
-    assert int8.read_bytes == 1232
+    assert int8.read_bytes(3) == 1232
     assert int8.cached_bytes(1) == SHAPE.cached_bytes(1) == 2 * 2 * 1 * 4 * 2
+
+
+def test_the_ceiling_of_a_mixture_counts_the_experts_that_tokens_touch() -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 2}
+    mixture = ModelShape.of({**FIELDS, **sizes}, weight_bytes=1, cache_bytes=2)
+    expert = 3 * FIELDS["hidden_size"] * 2
+    others = mixture.num_layer_weights - 2 * expert + mixture.num_head_weights
+    assert mixture.read_bytes(1) == others + 2 * expert
+    assert mixture.read_bytes(2) == others + 2 * 1.75 * expert
+    assert mixture.read_bytes(10**6) == others + 2 * 4 * expert
 
 
 def test_a_known_shape_has_the_parameters_it_is_named_for() -> None:

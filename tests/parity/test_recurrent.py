@@ -24,8 +24,6 @@ from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
-from tests.support.gguf_files import write_model
-from tests.support.kernels import needs_kernels
 
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -349,36 +347,3 @@ def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
     assert load_model(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu", SLOT_LEN).config.num_layers == 4
     edit(tmp_path, {"more.fc.weight": torch.zeros(4, 4)})
     assert refusal(tmp_path).endswith("the checkpoint has tensors that this model has no place for: more.fc.weight")
-
-
-GGUF_FAMILIES = ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "granitemoehybrid, rope", "falcon_h1")
-GGUF_ONLY: dict[str, dict[str, Any]] = {
-    "nemotron_h, biases": {**FAMILIES["nemotron_h, biases"], "tie_word_embeddings": False, "time_step_min": 0.001},
-    "falcon_h1, gated before its norm": {
-        **FALCON,
-        "mamba_rms_norm": True,
-        "mamba_norm_before_gate": False,
-        "mamba_n_groups": 2,
-    },
-}
-
-
-@pytest.mark.parametrize("family", [*GGUF_FAMILIES, *GGUF_ONLY])
-def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    fields = {"model_type": family.partition(",")[0], **(FAMILIES | GGUF_ONLY)[family]}
-    reference = make_checkpoint(tmp_path, seed=3, max_position_embeddings=512, **fields)
-    file = write_model(reference, tmp_path / "model.gguf")
-    (tokens,) = random_prompts(4, [60])
-    assert_near(bench(file).run([Row(2, tokens)])[0], reference_logits(reference, tokens))
-
-
-@needs_kernels
-def test_native_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path) -> None:
-    """Whose value heads are in another order than in safetensors."""
-    reference = make_checkpoint(
-        tmp_path, seed=3, max_position_embeddings=512, model_type="qwen3_5_text", **NATIVE["qwen3_5_text"]
-    )
-    model = load_model(open_checkpoint(str(write_model(reference, tmp_path / "model.gguf"))), DType.FLOAT32, "cpu", 391)
-    (tokens,) = random_prompts(4, [60])
-    ours = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN)).run([Row(2, tokens)])[0]
-    assert_near(ours, reference_logits(reference, tokens))

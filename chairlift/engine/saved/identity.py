@@ -7,10 +7,10 @@ more: then a prompt is computed once too often.
 import platform
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 import chairlift
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
@@ -75,6 +75,6 @@ def _describe_arithmetic(config: ResolvedConfig) -> str:
     if device.type == "cuda":
         on = torch.cuda.get_device_name(device)
     return (
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {config.attention_backend} on {on},"
+        f"torch {torch.__version__}, transformers {version('transformers')}, {config.attention_backend} on {on},"
         f" own kernels {config.has_own_kernels}, invariant {config.batch_invariant}"
     )

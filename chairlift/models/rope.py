@@ -106,7 +106,7 @@ def _check_frequencies(rope: RopeConfig, head_dim: int) -> None:
     given = dict(rope.parameters)
     num_pairs = (int(head_dim * given.get("partial_rotary_factor", 1.0)) + 1) // 2
     if not 1 <= num_pairs <= head_dim // 2:
-        raise CheckpointError(f"rope turns pairs of a head's elements, and its heads have {head_dim}")
+        raise CheckpointError(f"rope turns pairs of a head's elements, and head_dim is {head_dim}")
     if rope.kind == "longrope":
         for name in _LISTS:
             if len(given[name]) != num_pairs:

@@ -141,7 +141,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @in_loop
 async def poisoned(tiny: str) -> AsyncIterator[Server]:
     """A server of which prompts with one token cannot be computed."""
-    async with serving(model=tiny, max_seq_len=256, max_num_batched_tokens=16) as server:
+    async with serving(model=tiny, max_seq_len=256, max_num_batched_tokens=16, attention_backend="torch") as server:
         forward_of(server.llm)._model.model.embed_tokens.weight.data[POISON] = torch.nan
         yield server
 

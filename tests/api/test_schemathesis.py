@@ -34,7 +34,11 @@ IS_LARGE_RUN = settings().max_examples > 100
 FAR_OUT = 1000  # limits beyond it are not tried: bodies of that size take long to make up
 DEADLINE_S = 20.0
 LAST_EVENTS = {"response.completed", "response.incomplete", "message_stop"}
-OF_WHAT_IS_MADE_UP = {"GET /v1/models/{model}", "GET /v1/responses/{id}", "DELETE /v1/responses/{id}"}
+OF_WHAT_IS_MADE_UP = {
+    *("GET /v1/models/{model}", "GET /v1/responses/{id}", "DELETE /v1/responses/{id}"),
+    *("POST /v1/files", "GET /v1/files/{id}", "GET /v1/files/{id}/content", "DELETE /v1/files/{id}"),
+    *("POST /v1/batches", "GET /v1/batches/{id}", "POST /v1/batches/{id}/cancel"),
+}
 
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
 # Without these hardly any made-up request would be answered, and only refusals would be tested.
@@ -47,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["Hello!", "Ho!"], "dimensions": 4},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho", {"text": "He"}]},
     "/v1/score": {"text_1": "Hi", "text_2": ["Ho", "He"]},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [72, 105]},
 }

@@ -16,7 +16,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, write_model
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
-MOST = 300  # characters of a message, without the path
+MOST = 400  # characters of a message, without the path
 TEXT, UINT32, F32 = 8, 4, 0  # types in a GGUF file
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)

@@ -65,6 +65,8 @@ def test_bfloat16_is_packed_on_x86_wherever_onednn_takes_it_and_float32_never() 
 def test_a_packed_weight_takes_the_place_of_the_plain_one_and_gives_the_same_product(num_rows: int, bias: bool) -> None:
     torch.manual_seed(num_rows)
     layer = Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+    for parameter in layer.parameters():  # which a model loads
+        parameter.normal_(std=0.1)
     x = torch.randn(num_rows, 48, dtype=torch.bfloat16)
     exact = F.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
     layer.pack()
@@ -153,6 +155,8 @@ def test_compiled_functions_compute_what_plain_ones_do(function: Callable[..., A
 def test_one_call_for_all_experts_computes_what_a_call_for_each_does(has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     stacked = StackedLinear(5, 16, 24, bias=has_bias).to(torch.bfloat16).requires_grad_(False)
+    for parameter in stacked.parameters():
+        parameter.normal_(std=0.2, generator=generator)
     x, counts = torch.randn(11, 16, generator=generator).bfloat16(), [4, 0, 1, 6, 0]
     experts = torch.arange(5).repeat_interleave(torch.tensor(counts))
     ours = stacked.forward_grouped(x, torch.tensor(counts).cumsum(0).int(), experts)

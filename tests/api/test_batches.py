@@ -213,6 +213,7 @@ async def test_keys_are_walls_and_batches_ask_as_their_key_at_idle_priority(tmp_
         executing(server),
         client_of(server, "one") as one,
         client_of(server, "two") as two,
+        client_of(server, "three") as three,
     ):
         batch = await end(one, (await begin(one, lines("a"))).id)
         assert batch.status == "completed"
@@ -223,7 +224,7 @@ async def test_keys_are_walls_and_batches_ask_as_their_key_at_idle_priority(tmp_
             await two.files.content(batch.output_file_id or "")
         assert [each async for each in two.files.list()] == []
         with pytest.raises(openai.AuthenticationError):
-            await client_of(server, "three").with_options(default_headers={BATCH_HEADER: "guessed x"}).models.list()
+            await three.models.list(extra_headers={BATCH_HEADER: "guessed x"})
     body = CompletionRequest(prompt="a", priority=-5)
     assert Client("one", is_idle=True).options_of(body).priority == IDLE_PRIORITY
 

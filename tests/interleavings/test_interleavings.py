@@ -42,4 +42,4 @@ _COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS, SHORT)
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", _COMPARED, ids=names(_COMPARED))
 def test_equal_states_lead_to_equal_states(scope: Scope) -> None:
-    assert search(scope, compare_every=4).num_compared >= 100
+    assert search(scope, compare_every=4).num_compared >= 50

@@ -172,7 +172,7 @@ def test_what_is_wrong_with_rope_is_said(
 @pytest.mark.parametrize(("head_dim", "heads"), [(1, 4), (3, 4)])
 def test_heads_that_have_no_pairs(made: dict[str, Path], tmp_path: Path, head_dim: int, heads: int) -> None:
     path = write_config(tmp_path, read_config(made["llama"]), head_dim=head_dim, num_attention_heads=heads)
-    assert f"its heads have {head_dim}" in refusal(path, open_checkpoint)
+    assert f"head_dim is {head_dim}" in refusal(path, open_checkpoint)
 
 
 @pytest.mark.parametrize("count", [4, 200_000, 2**31])

@@ -324,7 +324,7 @@ BAD: dict[str, list[Case]] = {
         bad(CHAT, {**HELLO, "model": "gpt"}, "model", 404),
     ],
     "nowhere": [
-        *(bad(path, {}, status=404) for path in ("/v2", "/v1", "/v1/chat", "/v1/embeddings")),
+        *(bad(path, {}, status=404) for path in ("/v2", "/v1", "/v1/chat", "/v1/images")),
         *(bad(path, None, None, 405, method=method) for path in (CHAT, COMPLETIONS) for method in ("GET", "DELETE")),
     ],
 }

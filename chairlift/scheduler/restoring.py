@@ -73,7 +73,7 @@ class Restoring:
 
     @property
     def origins(self) -> dict[int, int]:
-        """By slot that was filled from disk: the tokens that it had then, of which it may have lost some since."""
+        """By slot that was filled from disk: of the tokens that it had then, those that its later requests kept."""
         return dict(self._origins)
 
     def begin(self, request: RequestState, tokens: bytes) -> None:
@@ -122,7 +122,11 @@ class Restoring:
 
     def note_owner(self, slot: int, num_kept: int) -> None:
         """Records that a slot was given to a request, with its first `num_kept` tokens."""
-        if num_kept < self._origins.get(slot, 0):
+        if num_kept >= self._origins.get(slot, 0):
+            return
+        if num_kept:
+            self._origins[slot] = num_kept
+        else:
             del self._origins[slot]
 
     def check(self) -> None:

@@ -58,6 +58,16 @@ def test_a_slot_is_filled_from_memory_first_and_then_from_disk(native: str, tmp_
         assert (saved.num_reads, saved.num_tokens_read) == (2, 64 + 128 - 36)
 
 
+def test_a_slot_stays_marked_as_far_as_its_next_request_keeps_what_was_read(native: str, tmp_path: Path) -> None:
+    answered(native, tmp_path)
+    with saving(native, tmp_path, max_batch_size=1) as llm:
+        marks = []
+        for prompt in (PROMPT, [*PROMPT[:100], 7], [7] * 50):
+            ask(llm, prompt)
+            marks.append(core_of(llm).take_snapshot().slots[0].num_restored)
+        assert marks == [192, 100, 0]
+
+
 def test_equal_prompts_are_read_once_and_copied(native: str, tmp_path: Path) -> None:
     cold = answered(native, tmp_path)
     with saving(native, tmp_path) as llm:

@@ -52,6 +52,21 @@ def test_tokens_that_were_guessed_rightly_have_a_tone_of_their_own_where_some_we
     assert page.text("#slot-detail").endswith("prompt of 100 tokens; 41 generated, 30 of them guessed rightly.")
 
 
+def test_what_came_from_disk_is_marked_while_a_slot_works_and_while_it_is_warm(page: Page, site: FakeSite) -> None:
+    is_hidden = "document.getElementById('restored-key').hidden"
+    assert page.run(is_hidden)
+    site.batch.add(num_prompt_tokens=300, num_output_tokens=20, num_reused=256).num_restored = 192
+    site.do(lambda: site.batch.run(11))
+    page.wait_for_text("#slots li:first-child", "300 + 11")
+    assert parts_of(page) == {"restored": 192, "reused": 256, "prefilled": 300, "generated": 311}
+    assert not page.run(is_hidden)
+    site.do(lambda: site.batch.run(9))
+    page.wait_for_text("#slots li:first-child", "319 warm, disk")
+    assert parts_of(page) == {"restored": 192, "warm": 319}
+    page.run("document.querySelector('#slots li').focus()")
+    assert page.text("#slot-detail").endswith("; 192 of its first tokens were filled in from disk.")
+
+
 def test_who_waits_is_listed_in_order_and_counted_beyond_the_first_twenty(page: Page, site: FakeSite) -> None:
     assert page.text("#queue-words") == "nobody"
     site.do(lambda: [site.batch.add(100 + index, 50) for index in range(30)])

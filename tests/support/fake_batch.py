@@ -21,6 +21,8 @@ from chairlift.engine.journal import (
 class FakeRequest:
     """A prompt of that length, of which `num_reused` tokens need not be computed, and the tokens it wants.
 
+    `num_restored` of its first tokens came from disk.
+
     Each step brings it one token, and `num_guessed` more.
     """
 
@@ -33,6 +35,7 @@ class FakeRequest:
     num_computed: int = 0
     num_generated: int = 0
     num_accepted: int = 0
+    num_restored: int = 0
 
     @property
     def is_prefilling(self) -> bool:
@@ -47,6 +50,7 @@ class FakeRequest:
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_prompt_tokens + self.num_generated,
             num_accepted=self.num_accepted,
+            num_restored=self.num_restored,
         )
 
 
@@ -61,7 +65,7 @@ class FakeBatch:
         self.waiting: deque[FakeRequest] = deque()
         self.running: dict[int, FakeRequest] = {}
         self._num_slots, self._token_budget = num_slots, token_budget
-        self._warm: dict[int, int] = {}  # slot -> tokens in it
+        self._warm: dict[int, FakeRequest] = {}  # slot -> the request whose tokens are in it
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = self._num_added = 0
         self._counts: Counter[str] = Counter()  # by their names in `Totals`
@@ -131,7 +135,8 @@ class FakeBatch:
         if index in self.running:
             return self.running[index].slot()
         if index in self._warm:
-            return SlotSnapshot(state=SlotState.WARM, num_computed=self._warm[index])
+            last = self._warm[index]
+            return SlotSnapshot(state=SlotState.WARM, num_computed=last.num_computed, num_restored=last.num_restored)
         return SlotSnapshot()
 
     def _admit(self) -> None:
@@ -152,5 +157,5 @@ class FakeBatch:
         for index, request in list(self.running.items()):
             if request.num_generated >= request.num_output_tokens:
                 del self.running[index]
-                self._warm[index] = request.num_computed
+                self._warm[index] = request
                 self.num_finished += 1

@@ -66,6 +66,7 @@ export class Batch {
     this.#drawMemory(snapshot.cache);
     say("reuse", numPrompt === 0 ? "–" : count((100 * numCached) / numPrompt));
     at("accepted-key").hidden = snapshot.totals.num_drafted_tokens === 0;
+    if (snapshot.slots.some((slot) => slot.num_restored > 0)) at("restored-key").hidden = false;
     say("batch-summary", `${plural(numFinished, "request")} done · slots of ${plural(snapshot.slot_len, "token")}`);
     say("batch-brief", `${numRunning}/${snapshot.slots.length}`);
   }

@@ -8,7 +8,7 @@ const COMPACT = 48;
 const SHORTEST_SCALE = 64; // tokens
 const SCALE_HELD_MS = 4000; // before the scale becomes finer again
 const NUM_TICKS = 4;
-const PARTS = ["held", "warm", "todo", "generated", "accepted", "prefilled", "reused"]; // each begins at 0 and covers those before it
+const PARTS = ["held", "warm", "todo", "generated", "accepted", "prefilled", "reused", "restored"]; // each begins at 0 and covers those before it
 
 export class Slots {
   constructor(list, ticks, detail) {
@@ -143,15 +143,18 @@ class Row {
 // Where each part of a slot's row ends, in tokens.
 function endsOf(slot) {
   const prefilled = Math.min(slot.num_computed, slot.num_prompt_tokens);
+  const restored = Math.min(slot.num_restored, slot.num_computed);
   switch (slot.state) {
     case "free":
       return {};
     case "warm":
-      return { held: slot.num_held, warm: slot.num_computed };
+      return { held: slot.num_held, warm: slot.num_computed, restored };
     case "prefilling":
-      return { held: slot.num_held, todo: slot.num_prompt_tokens, prefilled, reused: slot.num_reused };
+      return { held: slot.num_held, todo: slot.num_prompt_tokens, prefilled, reused: slot.num_reused, restored };
     default:
-      return { held: slot.num_held, generated: slot.num_tokens, accepted: acceptedEnd(slot), prefilled, reused: slot.num_reused };
+      return {
+        held: slot.num_held, generated: slot.num_tokens, accepted: acceptedEnd(slot), prefilled, reused: slot.num_reused, restored,
+      };
   }
 }
 

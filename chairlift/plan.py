@@ -168,6 +168,16 @@ class SlotLoad:
     part: SavedPart
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRange:
+    """Names the tokens `[start, end)` of a slot and, if a row is given, the recurrent state in that row."""
+
+    slot: int
+    start: int
+    end: int
+    state_row: int | None = None
+
+
 Job = SlotCopy | Scrub | StateCopy | StateScrub | SlotLoad
 """Work on the cache's tensors, done in order and before what is planned after it."""
 

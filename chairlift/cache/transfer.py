@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.device import Arrival, bring, send
-from chairlift.plan import SlotLoad
+from chairlift.plan import SlotLoad, SlotRange
 
 if TYPE_CHECKING:
     from chairlift.cache.manager import ContinuousBatchingKVCacheManager
@@ -36,13 +36,11 @@ def count_bytes(cache: "ContinuousBatchingKVCacheManager", num_tokens: int, *, h
     return num_tokens * cache.layout.token_bytes + (states.row_bytes if has_state and states is not None else 0)
 
 
-def copy_out(
-    cache: "ContinuousBatchingKVCacheManager", slot: int, start: int, end: int, state_row: int | None = None
-) -> TokenBytes:
-    """Copies the tokens `[start, end)` of a slot, and the state in a row. What is pending must have been performed."""
-    parts = [memory.blocks[slot, :, :, start:end] for memory in cache.memories]
-    if state_row is not None:
-        parts += [states.live[state_row] for states in cache.state_memories]
+def copy_out(cache: "ContinuousBatchingKVCacheManager", tokens: SlotRange) -> TokenBytes:
+    """Copies tokens of a slot, and the state that belongs to them. What is pending must have been performed."""
+    parts = [memory.blocks[tokens.slot, :, :, tokens.start : tokens.end] for memory in cache.memories]
+    if tokens.state_row is not None:
+        parts += [states.live[tokens.state_row] for states in cache.state_memories]
     # On a CPU, what is contiguous already would not be copied, and change while it is being written.
     tensors = [bring(part.clone(memory_format=torch.contiguous_format)) for part in parts]
     flat = tuple(tensor.reshape(-1).view(torch.uint8) for tensor in tensors)

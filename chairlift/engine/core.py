@@ -42,7 +42,7 @@ class EngineCore:
         self.config, self.cache, self.vocab_size = executor.config, executor.cache, executor.vocab_size
         self.executor, self._pacing = executor, executor.pacing
         self._computer = self.ranks.lead(executor.runner)
-        self._saved = open_store(checkpoint, self.config, self.cache, self.clock)
+        self._saved = open_store(checkpoint, self.config, self.cache, self._computer, self.clock)
         ahead = self._pacing.num_launches_ahead
         assert not (config.speculation and ahead), "guesses need the tokens of the launch before"
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun

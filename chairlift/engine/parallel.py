@@ -35,12 +35,13 @@ from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
 from chairlift.engine.parts import StartProcess
 from chairlift.engine.plan_pickling import PlanReader, PlanWriter
-from chairlift.engine.rank_processes import RankProcesses
+from chairlift.engine.rank_bytes import RankReplies, SpreadBytes, jobs_of_rank
+from chairlift.engine.rank_processes import Question, RankProcesses, Reply
 from chairlift.engine.ranks import Computer, Ranks
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
-from chairlift.plan import Job, StepPlan
+from chairlift.plan import Job, SlotLoad, SlotRange, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,23 @@ class _Divided(Ranks):
         return CheckpointPart.of(checkpoint, group), machine
 
 
+class _Link(Connection):
+    """A rank's end of its link to rank 0. Several threads may send."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._lock = threading.Lock()
+
+    def send(self, obj: object) -> None:
+        """Sends one message. OSError if rank 0 is gone."""
+        with self._lock:
+            super().send(obj)
+
+
 class Follower(_Divided):
     """A rank other than 0. Its process ends when a plan fails, or when rank 0 ends."""
 
-    def __init__(self, link: Connection) -> None:
+    def __init__(self, link: _Link) -> None:
         super().__init__(*link.recv())
         self._link = link
         self._reader = PlanReader()
@@ -79,9 +93,13 @@ class Follower(_Divided):
         least: int = self._link.recv()
         return least
 
-    def receive(self) -> StepPlan | Sequence[Job] | None:
-        """Waits for the next plan, or for copies and scrubs alone. None: the end."""
-        message: bytes | Sequence[Job] | None = pickle.loads(self._link.recv_bytes())
+    def reply(self, reply: Reply) -> None:
+        """Sends a reply to rank 0. From any thread."""
+        self._link.send(reply)
+
+    def receive(self) -> StepPlan | Sequence[Job] | Question | None:
+        """Waits for the next plan, for copies and scrubs alone, or for a question. None: the end."""
+        message: bytes | Sequence[Job] | Question | None = pickle.loads(self._link.recv_bytes())
         return self._reader.read(message) if isinstance(message, bytes) else message
 
 
@@ -144,18 +162,32 @@ class _Led:
 
     def __init__(self, own: Computer, others: RankProcesses) -> None:
         self._own, self._others = own, others
+        self._num_ranks = 1 + len(others.pids)
         self._writer = PlanWriter()
 
     def launch(self, plan: StepPlan) -> Launch:
         """EngineDead if a rank is lost."""
         if self._others.failure is not None:
             raise EngineDead(self._others.failure)
+        if any(isinstance(job, SlotLoad) for job in plan.jobs):
+            self.perform(plan.jobs)
+            plan = replace(plan, jobs=())
         self._others.tell(self._writer.write(plan))
         return self._own.launch(plan)
 
     def perform(self, jobs: Sequence[Job]) -> None:
-        self._others.tell(jobs)
-        self._own.perform(jobs)
+        own, *others = (jobs_of_rank(jobs, rank, self._num_ranks) for rank in range(self._num_ranks))
+        self._others.tell_each(others)
+        self._own.perform(own)
+
+    def count_bytes(self, num_tokens: int, *, has_state: bool = False) -> int:
+        """Counts those of all ranks, which have parts of equal size."""
+        return self._num_ranks * self._own.count_bytes(num_tokens, has_state=has_state)
+
+    def copy_out(self, tokens: SlotRange) -> SpreadBytes:
+        """Has all ranks copy their parts."""
+        others = self._others.ask(tokens)
+        return SpreadBytes(self._own.copy_out(tokens), others)
 
     def record_missing(self) -> bool:
         """One of the ranks might lack memory for a graph, and the others would wait for it."""
@@ -168,7 +200,7 @@ def follow(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("chairlift").setLevel(logging.ERROR)  # rank 0 logs the rest as well
     threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
-    link, code = Connection(fd), 0
+    link, code = _Link(fd), 0
     try:
         _obey(Follower(link))
     except BaseException as error:
@@ -185,7 +217,12 @@ def _obey(ranks: Follower) -> None:
     executor = Executor(open_model(ranks.config), ranks)
     ranks.meet()  # the engine is ready
     launches: deque[Launch] = deque()
+    replies = RankReplies(ranks.reply)
     while (message := ranks.receive()) is not None:
+        if isinstance(message, Question):
+            assert isinstance(message.content, SlotRange), "rank 0 asks for nothing else"
+            replies.put(message.number, executor.runner.copy_out(message.content))
+            continue
         if not isinstance(message, StepPlan):
             executor.runner.perform(message)
             continue

@@ -7,7 +7,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
 
@@ -17,6 +19,22 @@ from chairlift.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 _END_S = 5.0  # for a process to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A message to a process that it replies to, whenever it can."""
+
+    number: int
+    content: object
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reply to the question with the same number; None: the process failed to find it."""
+
+    number: int
+    content: bytes | None
 
 
 class RankProcesses:
@@ -41,6 +59,10 @@ class RankProcesses:
             self._links.append(link)
             link.send(greeting)
         self._answers = [SimpleQueue[int | None]() for _ in self._links]
+        self._lock = threading.Lock()  # of the questions
+        self._questions: list[dict[int, Future[bytes | None]]] = [{} for _ in self._links]  # by number, without a reply
+        self._num_questions = 0
+        self._is_deaf = False  # no reply comes any more
         self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
         self._thread.start()
 
@@ -56,13 +78,33 @@ class RankProcesses:
             raise EngineDead(self.failure)
         return answers
 
+    def ask(self, content: object) -> list[Future[bytes | None]]:
+        """Asks all the same, and returns a future for the reply of each. ConnectionError in it if none will come."""
+        with self._lock:
+            number, futures = self._num_questions, [Future[bytes | None]() for _ in self._links]
+            self._num_questions += 1
+            for questions, future in zip(self._questions, futures, strict=True):
+                questions[number] = future
+            is_deaf = self._is_deaf
+        if is_deaf:
+            self._give_up_questions()
+        else:
+            self.tell(Question(number, content))
+        return futures
+
     def tell(self, message: object) -> None:
         """Sends a message to all. `_listen` notices a lost process."""
+        self._send([pickle.dumps(message)] * len(self._links))
+
+    def tell_each(self, messages: Sequence[object]) -> None:
+        """Sends each its own message."""
+        self._send([pickle.dumps(message) for message in messages])
+
+    def _send(self, pickled: Sequence[bytes]) -> None:
         if not self.is_over.is_set():
-            pickled = pickle.dumps(message)
             with suppress(OSError):
-                for link in self._links:
-                    link.send_bytes(pickled)
+                for link, each in zip(self._links, pickled, strict=True):
+                    link.send_bytes(each)
 
     def fail(self, reason: str) -> None:
         """Kills all of them at once."""
@@ -96,7 +138,24 @@ class RankProcesses:
             process.wait()
 
     def _listen(self) -> None:
-        """In a thread: receives answers, and last words, until one of them is lost."""
+        """In a thread: receives answers, replies and last words, until one of them is lost."""
+        try:
+            self._receive()
+        finally:
+            with self._lock:
+                self._is_deaf = True
+            self._give_up_questions()
+
+    def _give_up_questions(self) -> None:
+        """Ends all questions without a reply."""
+        with self._lock:
+            left = [future for questions in self._questions for future in questions.values()]
+            for questions in self._questions:
+                questions.clear()
+        for future in left:
+            future.set_exception(ConnectionError(self.failure or "the ranks have ended"))
+
+    def _receive(self) -> None:
         last_words: dict[int, str] = {}
         while True:
             ready = wait(self._links)
@@ -109,6 +168,10 @@ class RankProcesses:
                     return
                 if isinstance(said, str):
                     last_words[index] = said
+                elif isinstance(said, Reply):
+                    with self._lock:
+                        future = self._questions[index].pop(said.number)
+                    future.set_result(said.content)
                 else:
                     self._answers[index].put(said)
 

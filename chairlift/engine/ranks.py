@@ -8,10 +8,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from chairlift.config import EngineConfig
+from chairlift.disk.entry import Bytes
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.execution.runner import Launch
 from chairlift.models import Checkpoint
-from chairlift.plan import Job, StepPlan
+from chairlift.plan import Job, SlotRange, StepPlan
+
+
+class BytesToCome(Protocol):
+    """Bytes on their way to the host."""
+
+    def wait(self) -> Sequence[Bytes]:
+        """Returns them once they are here. From any thread. OSError if they will not come."""
+        ...
 
 
 class Computer(Protocol):
@@ -23,6 +32,14 @@ class Computer(Protocol):
 
     def perform(self, jobs: Sequence[Job]) -> None:
         """Performs copies and scrubs between two plans."""
+        ...
+
+    def count_bytes(self, num_tokens: int, *, has_state: bool = False) -> int:
+        """Counts the bytes of so many tokens and, if asked for, of a recurrent state."""
+        ...
+
+    def copy_out(self, tokens: SlotRange) -> "BytesToCome":
+        """Copies tokens of a slot to the host. Pending copies and scrubs must have been performed."""
         ...
 
     def record_missing(self) -> bool:

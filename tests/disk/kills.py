@@ -1,6 +1,7 @@
 """Kills engines that save prompts, at random moments, and looks whether their successors say anything wrong.
 
 python -m tests.disk.kills --kills 200
+python -m tests.disk.kills --kills 50 --ranks 2
 """
 
 import argparse
@@ -37,7 +38,7 @@ def answer(llm: LLM, prompt: list[int]) -> str:
     return json.dumps([list(choice.token_ids), scores])
 
 
-def make_engine(model: str, directory: str | None) -> LLM:
+def make_engine(model: str, directory: str | None, num_ranks: int) -> LLM:
     config = EngineConfig(
         model=model,
         dtype="float32",
@@ -47,14 +48,16 @@ def make_engine(model: str, directory: str | None) -> LLM:
         max_seq_len=256,
         prefix_cache_dir=directory,
         prefix_cache_bytes=BUDGET,
+        tensor_parallel_size=num_ranks,
+        batch_invariant=num_ranks > 1,  # what native code is in any case
     )
     return LLM.of(EngineCore(config))
 
 
-def work(model: str, directory: str, expected: str, seed: str) -> None:
+def work(model: str, directory: str, expected: str, seed: str, num_ranks: str) -> None:
     """Answers prompts and saves them until it is killed. Says so when it has begun, and when an answer is wrong."""
     answers, chance = json.loads(Path(expected).read_text()), random.Random(seed)
-    llm = make_engine(model, directory)
+    llm = make_engine(model, directory, int(num_ranks))
     core = llm._core
     assert core is not None
     num_cached = 0
@@ -69,16 +72,18 @@ def work(model: str, directory: str, expected: str, seed: str) -> None:
             core.scheduler.reset_prefix_cache()  # so that it is read again
 
 
-def kill_again_and_again(folder: Path, num_kills: int) -> tuple[int, int]:
+def kill_again_and_again(folder: Path, num_kills: int, num_ranks: int = 1) -> tuple[int, int]:
     """Returns how many answers were right, and how many processes had read something. Raises if one is wrong."""
-    model = make_tiny_checkpoint(folder / "model", head_dim=32)
+    heads = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2} if num_ranks > 1 else {"head_dim": 32}
+    model = make_tiny_checkpoint(folder / "model", **heads)
     expected, chance = folder / "expected.json", random.Random(0)
-    with make_engine(model, None) as llm:
+    with make_engine(model, None, num_ranks) as llm:
         expected.write_text(json.dumps([answer(llm, prompt) for prompt in PROMPTS]))
     num_right = num_reading = 0
     for number in range(num_kills):
         end, other = os.pipe()
-        process = start_python(WORK, [model, str(folder / "saved"), str(expected), str(number)], os.environ, other)
+        arguments = [model, str(folder / "saved"), str(expected), str(number), str(num_ranks)]
+        process = start_python(WORK, arguments, os.environ, other)
         os.close(other)
         with os.fdopen(end) as told:
             said = [_first_word(told, number)]
@@ -114,10 +119,12 @@ def _wait(process: "subprocess.Popen[bytes] | ForkedProcess", seconds: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    num_kills = parser.parse_args().kills
+    chosen = parser.parse_args()
+    num_kills = chosen.kills
     (folder / "model").mkdir()
-    num_right, num_reading = kill_again_and_again(folder, num_kills)
+    num_right, num_reading = kill_again_and_again(folder, num_kills, chosen.ranks)
     shutil.rmtree(folder)
     sys.stdout.write(
         f"{num_kills} kills: {num_right} answers, none wrong; {num_reading} processes read what was saved\n"

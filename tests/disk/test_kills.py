@@ -10,8 +10,9 @@ from tests.support.kernels import HAS_COMPILER
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
-def test_killed_engines_leave_nothing_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_engines_leave_nothing_wrong(tmp_path: Path, num_ranks: int) -> None:
     (tmp_path / "model").mkdir()
-    num_right, num_reading = kill_again_and_again(tmp_path, 5)
+    num_right, num_reading = kill_again_and_again(tmp_path, 5, num_ranks)
     assert num_right >= 5
     assert num_reading > 0

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import signal
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,16 @@ import psutil
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch
-from chairlift.engine.interpreter import start_interpreter
-from chairlift.engine.parallel import Leader
-from chairlift.engine.parts import Process
 from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.plan import StepPlan
 from tests.engine.async_support import DEADLINE_S, make_async_llm
+from tests.engine.rank_support import PARTS, pids_of_ranks
 from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm, make_tiny_checkpoint, tokens_of
 from tests.engine.test_poison import failing, greedy
-from tests.support import fork_server
 from tests.support.checkpoints import random_prompts
-from tests.support.engines import HOOKED, hooked
-from tests.support.fork_server import ForkedProcess
+from tests.support.engines import hooked
 from tests.support.server_process import SERVE, running
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values of two layers, two heads of 8 in float32
@@ -56,30 +49,6 @@ def make_divided(model: str, size: int) -> LLM:
     """Three slots, and memory for two of their sequences. Of more ranks each has one key/value head of the two."""
     token_bytes = TOKEN_BYTES if size == 1 else TOKEN_BYTES // 2
     return make_llm(model, PARTS, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=192 * token_bytes)
-
-
-class ForkedRank(ForkedProcess):
-    """A rank whose process has imported Chairlift already. As with `subprocess.Popen`, any thread may wait for it."""
-
-    def __init__(self, program: str, fd: int) -> None:
-        self._lock = threading.Lock()
-        link = f"import os; os.dup2(2, {fd}); os.dup2(os.open(os.devnull, os.O_WRONLY), 2)"
-        super().__init__(f"{link}; {program}", [], os.environ, stderr=fd)
-
-    def wait(self, timeout: float | None = None) -> int:
-        with self._lock:
-            return super().wait(timeout)
-
-
-def start_rank(program: str, fd: int) -> Process:
-    """Only the ranks of a server are fresh interpreters."""
-    if not fork_server.is_possible():
-        return start_interpreter(program, fd)
-    fork_server.ensure_started()
-    return ForkedRank(program, fd)
-
-
-PARTS = replace(HOOKED, start_rank=start_rank)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -115,12 +84,6 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
     core.check()
     results["again"] = llm.generate(PROMPTS[:1], GREEDY)
     return results
-
-
-def pids_of_ranks(core: EngineCore) -> list[int]:
-    """The processes of all but the first."""
-    assert isinstance(core.ranks, Leader)
-    return core.ranks.pids
 
 
 def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:

@@ -164,11 +164,9 @@ def test_recurrent_states_are_found_after_a_restart(tmp_path: Path, family: str)
     assert choices_of([answered(model, saved, parted)]) == choices_of(expected)
 
 
-def test_a_directory_needs_reuse_and_a_single_rank(tiny: str, tmp_path: Path) -> None:
+def test_a_directory_needs_reuse(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs enable_prefix_caching"):
         make_llm(tiny, prefix_cache_dir=str(tmp_path), enable_prefix_caching=False)
-    with pytest.raises(ConfigurationError, match="works with tensor_parallel_size 1 only"):
-        make_llm(tiny, prefix_cache_dir=str(tmp_path), tensor_parallel_size=2)
 
 
 def test_a_directory_that_cannot_be_used_is_no_obstacle(

@@ -171,8 +171,6 @@ def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -
     size = config.tensor_parallel_size
     if config.quantization is not None:
         raise ConfigurationError("quantization works with tensor_parallel_size 1 only; leave one of the two out")
-    if config.prefix_cache_dir is not None:
-        raise ConfigurationError("prefix_cache_dir works with tensor_parallel_size 1 only; leave one of the two out")
     if config.attention_backend is AttentionBackend.CPU:
         raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
     if obstacle is not None:

@@ -15,6 +15,7 @@ from itertools import accumulate, takewhile
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
+from chairlift.cache.transfer import TokenBytes, copy_out, count_bytes
 from chairlift.device import Arrival, bring, on_device, send, to_device
 from chairlift.engine.execution.graphs import DecodeGraphs
 from chairlift.engine.execution.last_tokens import LastTokens
@@ -26,7 +27,7 @@ from chairlift.engine.sampling.prompt_results import PendingResults
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch
 from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.params import TokenLogprobs
-from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, StepPlan
+from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, SlotRange, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,15 @@ class ModelRunner:
         """Performs copies and scrubs that precede the next plan."""
         with on_device(self._device):
             self._cache.perform(jobs)
+
+    def count_bytes(self, num_tokens: int, *, has_state: bool = False) -> int:
+        """Counts the bytes that `copy_out` copies of so many tokens."""
+        return count_bytes(self._cache, num_tokens, has_state=has_state)
+
+    def copy_out(self, tokens: SlotRange) -> TokenBytes:
+        """Copies tokens of a slot to the host, after all work so far. Pending jobs must have been performed."""
+        with on_device(self._device):
+            return copy_out(self._cache, tokens)
 
     def _try(self, plan: StepPlan) -> _Outputs | None:
         """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""

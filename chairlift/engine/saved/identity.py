@@ -76,5 +76,6 @@ def _describe_arithmetic(config: ResolvedConfig) -> str:
         on = torch.cuda.get_device_name(device)
     return (
         f"torch {torch.__version__}, transformers {version('transformers')}, {config.attention_backend} on {on},"
-        f" own kernels {config.has_own_kernels}, invariant {config.batch_invariant}"
+        f" ranks {config.tensor_parallel_size}, own kernels {config.has_own_kernels},"
+        f" invariant {config.batch_invariant}"
     )

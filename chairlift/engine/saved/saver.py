@@ -13,10 +13,11 @@ from functools import partial
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.cache.prefixes import count_tokens, cut_tokens
-from chairlift.cache.transfer import copy_out, count_bytes
 from chairlift.disk.folder import Item, PrefixFolder, segment_item
 from chairlift.disk.keys import SEGMENT_TOKENS, PrefixKeys
 from chairlift.disk.writer import PrefixWriter, Save
+from chairlift.engine.ranks import Computer
+from chairlift.plan import SlotRange
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.worth import WarmPrefix
 
@@ -38,10 +39,13 @@ class _Plan:
 class Saver:
     """Saves the warm slots of one engine. Belongs to its thread, but for `spend`."""
 
-    def __init__(self, folder: PrefixFolder, writer: PrefixWriter, cache: ContinuousBatchingKVCacheManager) -> None:
+    def __init__(
+        self, folder: PrefixFolder, writer: PrefixWriter, cache: ContinuousBatchingKVCacheManager, computer: Computer
+    ) -> None:
         self._folder = folder
         self._writer = writer
         self._cache = cache
+        self._computer = computer
         self._plans: dict[int, _Plan] = {}  # by slot
         self._num_releases = -1  # of the placement, when everything was saved
         self._balance_s = 0.0  # that may be spent beside steps
@@ -112,7 +116,7 @@ class Saver:
             if row is None:
                 return False
         assert start + item.num_tokens <= count_tokens(plan.keys.tokens), "only valid tokens are saved"
-        content = copy_out(self._cache, slot, start, start + item.num_tokens, row)
-        num_bytes = count_bytes(self._cache, item.num_tokens, has_state=item.has_state)
+        content = self._computer.copy_out(SlotRange(slot, start, start + item.num_tokens, row))
+        num_bytes = self._computer.count_bytes(item.num_tokens, has_state=item.has_state)
         self._writer.submit(Save(item, content.wait, num_bytes, plan.used_ns))
         return True

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.cache.prefixes import cut_tokens
-from chairlift.cache.transfer import count_bytes
 from chairlift.config import ResolvedConfig
 from chairlift.disk.folder import Item, PrefixFolder, segment_item
 from chairlift.disk.keys import SEGMENT_TOKENS, PrefixKeys
@@ -20,6 +19,7 @@ from chairlift.disk.reader import ItemToRead, Order, PrefixReader
 from chairlift.disk.root import PrefixRoot
 from chairlift.disk.writer import PrefixWriter
 from chairlift.engine.forks import finalize
+from chairlift.engine.ranks import Computer
 from chairlift.engine.saved.costs import Costs, SavedCounts
 from chairlift.engine.saved.identity import describe_cache
 from chairlift.engine.saved.saver import Saver
@@ -52,15 +52,17 @@ class PrefixStore:
         self,
         folder: PrefixFolder,
         cache: ContinuousBatchingKVCacheManager,
+        computer: Computer,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._folder, self._cache, self._clock = folder, cache, clock
+        """`cache`: of rank 0, whose slots are those of all; `computer`: of all ranks."""
+        self._folder, self._cache, self._computer, self._clock = folder, cache, computer, clock
         seconds = folder.measure(_MEASURED_BYTES)
         self._costs = Costs(_SLOW_S_PER_BYTE if seconds is None else seconds / _MEASURED_BYTES)
         self._reader = PrefixReader(folder, self._costs.note_read)
         self._writer = PrefixWriter(folder, self._note_written)
         self._writer.start()
-        self._saver = Saver(folder, self._writer, cache)
+        self._saver = Saver(folder, self._writer, cache, computer)
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count()
         self._is_clearing = False
@@ -193,7 +195,7 @@ class PrefixStore:
 
     def _to_read(self, item: Item) -> ItemToRead:
         start, end = item.depth * SEGMENT_TOKENS, item.depth * SEGMENT_TOKENS + item.num_tokens
-        return ItemToRead(item, start, end, count_bytes(self._cache, item.num_tokens, has_state=item.has_state))
+        return ItemToRead(item, start, end, self._computer.count_bytes(item.num_tokens, has_state=item.has_state))
 
 
 def _stop(reader: PrefixReader, writer: PrefixWriter) -> None:
@@ -205,6 +207,7 @@ def open_store(
     checkpoint: Checkpoint,
     config: ResolvedConfig,
     cache: ContinuousBatchingKVCacheManager,
+    computer: Computer,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PrefixStore | None:
     """Opens the directory that the configuration names. None if it names none, or if that cannot be used, with a line.
@@ -227,4 +230,4 @@ def open_store(
         "prefixes: %s of this model are saved in %s, which may take %s",
         *(sized(folder.num_bytes), folder.path, sized(config.prefix_cache_bytes)),
     )
-    return PrefixStore(folder, cache, clock)
+    return PrefixStore(folder, cache, computer, clock)

@@ -1,4 +1,4 @@
-"""The tables of shared prefixes, of a step's budget, of speculation and of streams."""
+"""The tables of shared prefixes and prompts on disk, of a step's budget, of speculation and of streams."""
 
 from .cells import chosen, figures, percent, text
 from .records import at, gains, mean_rounds, named, streams
@@ -6,7 +6,7 @@ from .source import Source
 from .table import Table
 
 PREFIXES, SPECULATION = "docs/prefix-reuse.md", "docs/speculation.md"
-PERFORMANCE = "docs/performance.md"
+PERFORMANCE, ON_DISK = "docs/performance.md", "docs/prompts-on-disk.md"
 
 _servers = {
     "chairlift": "Chairlift",
@@ -25,6 +25,7 @@ _ttft = (
     figures("whole round, s", "duration_s", ".1f"),
 )
 _memories = {"elastic": "32 elastic slots", "whole": "2 whole slots of 8,192 tokens", "vllm": "vLLM's pages"}
+_restarts = {"chairlift": "Chairlift", "llama.cpp": "llama.cpp, its slot saved and restored by hand"}
 _CPU = "cpu_us/server,cpu_us/workers,cpu_us/client"
 _kinds = {
     "copy": "repeat a text with a change",
@@ -64,6 +65,21 @@ TABLES = (
             figures("prompt tokens/s", "medians/prompt_tokens_per_s"),
             figures("streams' tokens/s", "medians/stream_tokens_per_s"),
             figures("gap without long prompts, ms", "medians/quiet_itl_p50_ms", ".1f"),
+        ),
+    ),
+    Table(
+        ON_DISK,
+        "restart",
+        Source("prompts-on-disk-1b-bf16-epyc-avx512-2-cores"),
+        named("engines"),
+        (
+            chosen("", "name", _restarts),
+            figures("cold, s", "cold/first_token_s", ".1f"),
+            figures("warm in memory, s", "memory/first_token_s", ".2f"),
+            figures("after a restart, s", "restored_s", ".2f"),
+            figures("times as soon as cold", "times_as_soon"),
+            figures("prompt tokens cached", "disk/num_cached"),
+            figures("MB written", "num_bytes", factor=1e-6),
         ),
     ),
     Table(

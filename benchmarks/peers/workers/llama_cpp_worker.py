@@ -26,7 +26,7 @@ _REQUEST_LIMIT_S = 3600.0
 def load(session: Session) -> Generate:
     """Starts the server with a slot for each request of the largest workload, and waits until it is healthy."""
     settings = session.settings
-    environment = _environment(settings.options["binary"])
+    environment = environment_of(settings.options["binary"])
     session.imported(llama_cpp=_version(settings.options["binary"], environment))
     port = free_port()
     command = _command(settings, port)
@@ -83,16 +83,16 @@ def _complete(port: int, ids: list[int], num_tokens: int) -> int:
     return len(answer["tokens"])
 
 
+def environment_of(binary: str) -> dict[str, str]:
+    """Its shared libraries may lie beside it, wherever it was built."""
+    folders = [str(Path(binary).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
 def _version(binary: str, environment: dict[str, str]) -> str:
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, env=environment)
     found = re.search(r"version: (.*)", done.stdout + done.stderr)
     return found.group(1) if found else "unknown"
-
-
-def _environment(binary: str) -> dict[str, str]:
-    """Its shared libraries may lie beside it, wherever it was built."""
-    folders = [str(Path(binary).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")]
-    return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
 
 
 if __name__ == "__main__":

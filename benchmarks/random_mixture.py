@@ -1,6 +1,6 @@
 """Writes a GGUF file of a mixture of experts with random weights at the layer shapes of a known model.
 
-    .venv/bin/python benchmarks/peers/random_mixture.py qwen3-30b-a3b FOLDER --layers 8
+    .venv/bin/python benchmarks/random_mixture.py qwen3-30b-a3b FOLDER --layers 8
     python benchmarks/compare.py --model FOLDER --peer llama.cpp=llama-server,gguf=FOLDER/model.gguf
 
 Speed can then be measured, beside llama.cpp as well, where nothing can be downloaded. Needs gguf and numpy.
@@ -8,20 +8,12 @@ Speed can then be measured, beside llama.cpp as well, where nothing can be downl
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
-import numpy.typing as npt
-
-Kind = gguf.GGMLQuantizationType
-Blocks = npt.NDArray[Any]
-
-_MAX_POSITIONS = 8192
-_NUM_DISTINCT = 2**22  # bytes of blocks that are drawn once and repeated, since drawing takes longer than writing
+from peers.random_weights import MAX_POSITIONS, Kind, Tensor, Tensors, bytes_per_weight, open_writer, write_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +51,6 @@ SHAPES = {
     "gpt-oss-20b": Shape("gpt-oss", 24, 2880, 64, 8, 64, 32, 4, 2880, 201088, Kind.MXFP4, Kind.Q8_0, Kind.Q8_0),
 }
 
-Tensors = Iterator[tuple[str, tuple[int, ...], Kind]]
-
 
 def main() -> None:
     """Writes the file that the command line asks for."""
@@ -70,38 +60,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="how many of the model's layers (all)")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     write(shape, arguments.folder, arguments.layers or shape.num_layers)
 
 
 def write(shape: Shape, folder: Path, num_layers: int) -> None:
-    """Writes tensor by tensor, so that files may be larger than memory."""
-    writer = gguf.GGUFWriter(folder / "model.gguf", shape.architecture)
+    """Writes the model, and what ceilings need of it."""
+    writer = open_writer(folder, shape.architecture, shape.vocab)
     _add_sizes(writer, shape, num_layers)
-    _add_vocabulary(writer, shape.vocab)
     tensors = list(_tensors(shape, num_layers))
     (folder / "config.json").write_text(json.dumps(_described(shape, num_layers, tensors)), encoding="utf-8")
-    for name, dims, kind in tensors:
-        writer.add_tensor_info(name, dims, np.dtype(np.float32), _num_bytes(dims, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    generator = np.random.default_rng(0)
-    drawn: dict[tuple[Kind, int], Blocks] = {}
-    for name, dims, kind in tensors:
-        key = kind, dims[-1]
-        if len(dims) > 1 and key not in drawn:
-            drawn[key] = _MAKERS[kind](generator, dims[-1])
-        writer.write_tensor_data(_vector(generator, name, dims) if len(dims) == 1 else _filled(drawn[key], dims, kind))
-    writer.close()
+    write_tensors(writer, tensors)
 
 
-def _num_bytes(dims: tuple[int, ...], kind: Kind) -> int:
-    num_elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return int(np.prod(dims)) // num_elements * num_bytes
-
-
-def _described(shape: Shape, num_layers: int, tensors: list[tuple[str, tuple[int, ...], Kind]]) -> dict[str, Any]:
+def _described(shape: Shape, num_layers: int, tensors: list[Tensor]) -> dict[str, Any]:
     """The sizes in the words of a config.json. What stands in place of attention counts as attention."""
     return {
         "hidden_size": shape.hidden,
@@ -115,67 +86,8 @@ def _described(shape: Shape, num_layers: int, tensors: list[tuple[str, tuple[int
         "num_experts_per_tok": shape.num_chosen,
         "moe_intermediate_size": shape.inner,
         "num_dense_layers": shape.dense_layers,
-        "bytes_per_weight": sum(_num_bytes(dims, kind) for _, dims, kind in tensors)
-        / sum(int(np.prod(dims)) for _, dims, _ in tensors),
+        "bytes_per_weight": bytes_per_weight(tensors),
     }
-
-
-def _filled(blocks: Blocks, dims: tuple[int, ...], kind: Kind) -> Blocks:
-    """The blocks again and again, from another one on for each tensor's neighbour, up to the tensor's size."""
-    num_elements, _ = gguf.GGML_QUANT_SIZES[kind]
-    return np.resize(blocks, (int(np.prod(dims)) // num_elements, blocks.shape[1]))
-
-
-def _vector(generator: np.random.Generator, name: str, dims: tuple[int, ...]) -> Blocks:
-    is_norm = "norm" in name
-    return np.ones(dims, np.float32) if is_norm else generator.normal(0, 0.02, dims).astype(np.float32)
-
-
-def _halves(number: float, count: int) -> Blocks:
-    return np.full((count, 1), number, np.float16).view(np.uint8)
-
-
-def _count(kind: Kind) -> int:
-    return _NUM_DISTINCT // gguf.GGML_QUANT_SIZES[kind][1] | 1  # odd: no row begins like the one before it
-
-
-def _make_q4_k(generator: np.random.Generator, num_inputs: int) -> Blocks:
-    """Scales of 6 bits times codes of 4, which the minima bring around zero."""
-    unit, count = num_inputs**-0.5 / 170, _count(Kind.Q4_K)
-    random = generator.integers(256, size=(count, 140), dtype=np.uint8)
-    return np.concatenate((_halves(unit, count), _halves(7.5 * unit, count), random), axis=1)
-
-
-def _make_q6_k(generator: np.random.Generator, num_inputs: int) -> Blocks:
-    unit, count = num_inputs**-0.5 / 1350, _count(Kind.Q6_K)
-    random = generator.integers(256, size=(count, 208), dtype=np.uint8)
-    return np.concatenate((random, _halves(unit, count)), axis=1)
-
-
-def _make_q8_0(generator: np.random.Generator, num_inputs: int) -> Blocks:
-    unit, count = num_inputs**-0.5 / 74, _count(Kind.Q8_0)
-    random = generator.integers(256, size=(count, 32), dtype=np.uint8)
-    return np.concatenate((_halves(unit, count), random), axis=1)
-
-
-def _make_mxfp4(generator: np.random.Generator, num_inputs: int) -> Blocks:
-    exponent = 127 + int(np.round(np.log2(num_inputs**-0.5 / 3)))
-    random = generator.integers(256, size=(_count(Kind.MXFP4), 17), dtype=np.uint8)
-    random[:, 0] = exponent
-    return random
-
-
-def _make_f32(generator: np.random.Generator, num_inputs: int) -> Blocks:
-    return generator.normal(0, num_inputs**-0.5, (_NUM_DISTINCT // 4 | 1, 1)).astype(np.float32)
-
-
-_MAKERS: dict[Kind, Callable[[np.random.Generator, int], Blocks]] = {
-    Kind.Q4_K: _make_q4_k,
-    Kind.Q6_K: _make_q6_k,
-    Kind.Q8_0: _make_q8_0,
-    Kind.MXFP4: _make_mxfp4,
-    Kind.F32: _make_f32,
-}
 
 
 def _tensors(shape: Shape, num_layers: int) -> Tensors:
@@ -237,7 +149,7 @@ def _attention(shape: Shape, *, has_biases: bool) -> Tensors:
 
 
 def _add_sizes(writer: Any, shape: Shape, num_layers: int) -> None:
-    writer.add_context_length(_MAX_POSITIONS)
+    writer.add_context_length(MAX_POSITIONS)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(num_layers)
     writer.add_feed_forward_length(shape.dense_inner or shape.inner)
@@ -259,27 +171,6 @@ def _add_sizes(writer: Any, shape: Shape, num_layers: int) -> None:
         writer.add_leading_dense_block_count(shape.dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_shortconv_l_cache(3)
-
-
-def _add_vocabulary(writer: Any, size: int) -> None:
-    """Bytes as tokens, then tokens that no text becomes; a merge makes the last, since one there must be."""
-    symbols = _bytes()
-    tokens = [*symbols, *(f"[unused{index}]" for index in range(len(symbols), size))]
-    tokens[-1] = tokens[-3] + tokens[-2]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL if len(each) == 1 else gguf.TokenType.UNUSED for each in tokens])
-    writer.add_token_merges([f"{tokens[-3]} {tokens[-2]}"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-
-
-def _bytes() -> list[str]:
-    """The characters that stand for bytes in the vocabulary of a GPT-2."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return [chr(each) for each in printable] + [chr(256 + index) for index in range(256 - len(printable))]
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ async def test_what_only_a_grammar_could_ensure_is_refused(serve: Serve, field: 
     async with serve("Four.", declares=TEMPLATE) as server:
         error = await error_of(server, CHAT, {**CALLING, field: asked[field]})
     assert error["param"] == field
-    assert "is declared by a response template, which no grammar can enforce" in error["message"]
+    assert "is declared by a response template, for which there is no grammar" in error["message"]
 
 
 async def test_strict_functions_are_served_with_a_warning(serve: Serve) -> None:
@@ -267,3 +267,34 @@ async def test_settings_that_cannot_be_followed_are_refused_at_the_start(
     with pytest.raises(ConfigurationError, match=reason):
         async with serving(ServerConfig(**config)):
             raise AssertionError("it started")
+
+
+GEMMA_TEMPLATE = (
+    "{%- for message in messages -%}<|turn>{{ message.role }}\n{{ message.content }}<turn|>{%- endfor -%}"
+    "{#<|tool_call>call:#}{%- if add_generation_prompt -%}<|turn>model\n"
+    "{%- if not enable_thinking -%}<|channel>thought\n<channel|>{%- endif -%}{%- endif -%}"
+)
+GEMMA_MARKS = ("<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "content", "asked"),
+    [
+        (None, None, {"tool_choice": "required"}),
+        ("Hm.", None, {"tool_choice": {"type": "function", "function": {"name": "paint"}}}),
+        ("Hm.", "Four.", {"tools": [STRICT]}),
+    ],
+)
+async def test_calls_of_gemma_4_are_enforced_also_behind_thoughts(
+    serve: Serve, thoughts: str | None, content: str | None, asked: dict[str, Any]
+) -> None:
+    """The model wants to call another function."""
+    text = f"<|channel>thought\n{thoughts}<channel|>" if thoughts else ""
+    text += f"{content or ''}<|tool_call>call:point{{n:3}}<tool_call|>"
+    body = {**CALLING, "parallel_tool_calls": False, "reasoning_effort": "low" if thoughts else "none", **asked}
+    async with serve(text, chat_template=GEMMA_TEMPLATE, special=GEMMA_MARKS) as server:
+        whole, _ = await whole_and_chunks(server, CHAT, body)
+    (choice,) = whole["choices"]
+    assert (choice["message"].get("reasoning"), choice["message"]["content"]) == (thoughts, content)
+    assert calls_of(choice["message"]) == [("paint", '{"n": 3}')]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thoughts or "")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from chairlift.api.answers import gemma_calls
 from chairlift.api.answers.declared import Declared
 from chairlift.api.answers.functions import FunctionSpec
 from chairlift.api.answers.structure import AnswerOptions, WantedStructure
@@ -10,7 +11,7 @@ from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import InvalidRequest
 
 _TAIL_SIZES = (64, 1024)  # tokens at the end of a prompt in which the answer's beginning is looked for
-_WHY = "this model's format of calls is declared by a response template, which no grammar can enforce"
+_WHY = "this model's format of calls is declared by a response template, for which there is no grammar"
 
 
 class DeclaredDialect:
@@ -19,6 +20,7 @@ class DeclaredDialect:
     def __init__(self, form: Declared, tokenizer: Tokenizer, may_read_thoughts: bool) -> None:
         """`may_read_thoughts`: false if the settings say how thoughts are marked."""
         self.form = form
+        self.is_enforced = form.has_calls and form.reads(gemma_calls.SAMPLE, *gemma_calls.SAMPLE_CALL)
         self._tokenizer = tokenizer
         added = tokenizer.describe()["added_tokens_decoder"].values()
         self._special_tokens = [token["content"] for token in added if token["special"]]
@@ -38,7 +40,8 @@ class DeclaredDialect:
 
     def warnings(self, functions: Sequence[FunctionSpec]) -> list[str]:
         """Returns what a client should know of an answer that may call these functions."""
-        enforced = [function for function in functions if function.is_enforced and self.form.has_calls]
+        may_be_enforced = self.form.has_calls and not self.is_enforced
+        enforced = [function for function in functions if function.is_enforced and may_be_enforced]
         kinds = sorted({"the grammar of custom tools" if each.is_custom else "strict" for each in enforced})
         return [f"{kind} was left out: {_WHY}" for kind in kinds]
 

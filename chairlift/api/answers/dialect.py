@@ -3,10 +3,12 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 
 from chairlift.api import ServerConfig
+from chairlift.api.answers import gemma_calls
 from chairlift.api.answers.declared import Declared
 from chairlift.api.answers.declared_dialect import DeclaredDialect
 from chairlift.api.answers.families import FORMATS, ToolFamily
@@ -69,11 +71,11 @@ class Dialect:
 
         InvalidRequest if the requested options conflict, or the model's format of calls is not known.
         """
-        if self._declared is not None and self._declared.form.has_calls:
-            self._declared.check(body, wanted)
+        declared = self._declared
+        if declared is not None and declared.form.has_calls and not declared.is_enforced:
+            declared.check(body, wanted)
             return None
-        family, is_parallel = self._tool_family, body.is_parallel
-        if family is None:
+        if self._tool_family is None and (declared is None or not declared.is_enforced):
             raise InvalidRequest(
                 "this server does not know how this model's chat template writes tool calls; leave tools out, or start"
                 " it with --tool-call-parser",
@@ -82,9 +84,7 @@ class Dialect:
         closes_objects = not self._allows_more
         if body.call_mode == "required":
             arguments = enforced_arguments(functions, is_forced=True, closes_objects=closes_objects)
-            if self._harmony is not None:
-                return _structure_of(self._harmony.forced_calls_grammar(arguments), arguments)
-            return _structure_of(forced_calls_grammar(family, arguments, is_parallel, self._call_tokens()), arguments)
+            return _structure_of(self._forced_grammar(arguments, body.is_parallel), arguments)
         if wanted is not None and wanted.schema is None:
             raise InvalidRequest(
                 f'with tools, {wanted.field} can only ask for JSON; or set tool_choice to "none"', wanted.field
@@ -93,10 +93,21 @@ class Dialect:
             return None
         arguments = enforced_arguments(functions, is_forced=False, closes_objects=closes_objects)
         schema = None if wanted is None else wanted.schema
+        return _structure_of(self._free_grammar(arguments, body.is_parallel, schema), arguments, wanted)
+
+    def _forced_grammar(self, functions: list[Arguments], is_parallel: bool) -> str:
         if self._harmony is not None:
-            return _structure_of(self._harmony.free_grammar(arguments, schema), arguments, wanted)
-        grammar = free_grammar(family, arguments, is_parallel, schema, self._call_tokens())
-        return _structure_of(grammar, arguments, wanted)
+            return self._harmony.forced_calls_grammar(functions)
+        if self._tool_family is not None:
+            return forced_calls_grammar(self._tool_family, functions, is_parallel, self._call_tokens())
+        return gemma_calls.forced_calls_grammar(functions, is_parallel, self._call_tokens())
+
+    def _free_grammar(self, functions: list[Arguments], is_parallel: bool, schema: dict[str, Any] | None) -> str:
+        if self._harmony is not None:
+            return self._harmony.free_grammar(functions, schema)
+        if self._tool_family is not None:
+            return free_grammar(self._tool_family, functions, is_parallel, schema, self._call_tokens())
+        return gemma_calls.free_grammar(functions, is_parallel, schema, self._call_tokens())
 
     def warnings(self, functions: list[FunctionSpec]) -> list[str]:
         """Returns what a client should know of an answer that may call these functions."""
@@ -167,28 +178,32 @@ class Dialect:
         marks = self._marks
         if marks is None:
             return None
-        undecided = Thinking((marks.begin_id,), marks.end_id, has_begun=False)
-        last = next((i for i in reversed(range(len(prompt))) if prompt[i] in (marks.begin_id, marks.end_id)), None)
+        undecided = Thinking(marks.begin_ids, marks.end_id, has_begun=False)
+        begin_id, size = marks.begin_ids[0], len(marks.begin_ids)
+        last = next((i for i in reversed(range(len(prompt))) if prompt[i] in (begin_id, marks.end_id)), None)
         if last is None:
             return undecided
-        tail = prompt[last + 1 :]
-        is_at_end = len(tail) <= _MAX_TAIL and not self._inputs.tokenizer.decode(tail, False).strip()
-        if prompt[last] == marks.begin_id:
-            return replace(undecided, has_begun=is_at_end or is_continued)
-        return None if is_at_end else undecided
+        if prompt[last] == marks.end_id:
+            return None if self._is_at_end(prompt[last + 1 :]) else undecided
+        is_begin = tuple(prompt[last : last + size]) == marks.begin_ids
+        return replace(undecided, has_begun=is_begin and (is_continued or self._is_at_end(prompt[last + size :])))
+
+    def _is_at_end(self, tail: list[int]) -> bool:
+        """True if a prompt ends with its last mark of thoughts, which these tokens follow."""
+        return len(tail) <= _MAX_TAIL and not self._inputs.tokenizer.decode(tail, False).strip()
 
     def _call_tokens(self) -> dict[str, int]:
-        marks = () if self._tool_family is None else FORMATS[self._tool_family].marks
+        marks = gemma_calls.MARKS if self._tool_family is None else FORMATS[self._tool_family].marks
         return self._inputs.vocabulary.special_ids(marks)
 
 
 @dataclass(frozen=True, slots=True)
 class _ThoughtMarks:
-    """The marks around thoughts, each a token of the model."""
+    """The marks around thoughts. The end is a token of the model, and the begin is one as well, or begins with one."""
 
     begin: str
     end: str
-    begin_id: int
+    begin_ids: tuple[int, ...]
     end_id: int
 
 
@@ -224,9 +239,17 @@ def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _Tho
 
 
 def _marks_in(tokenizer: Tokenizer, begin: str, end: str) -> _ThoughtMarks | None:
-    """The marks, if each is a token."""
+    """The marks, if they are tokens; of the first one, the model may have a special token for its beginning only."""
     begin_id, end_id = map(tokenizer.backend.token_to_id, (begin, end))
-    return None if begin_id is None or end_id is None else _ThoughtMarks(begin, end, begin_id, end_id)
+    if end_id is None:
+        return None
+    if begin_id is not None:
+        return _ThoughtMarks(begin, end, (begin_id,), end_id)
+    added = tokenizer.describe()["added_tokens_decoder"].values()
+    if not any(token["special"] and begin.startswith(token["content"]) for token in added):
+        return None
+    begin_ids = tokenizer.backend.encode(begin, add_special_tokens=False).ids
+    return _ThoughtMarks(begin, end, tuple(begin_ids), end_id)
 
 
 def _structure_of(grammar: str, functions: list[Arguments], wanted: WantedStructure | None = None) -> WantedStructure:

@@ -19,10 +19,10 @@ from chairlift.api.answers.families import FORMATS, ToolFamily
 from chairlift.api.answers.functions import Arguments, Parameter
 
 _SCHEMA_RULE = re.compile(r"(?:call_(?P<index>\d+)(?:_\d+)?|answer): ")
+_JSON_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
 _JSON_STYLE: dict[str, Any] = {
+    **_JSON_SEPARATORS,
     "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
     "coerce_one_of": True,  # see `schemas`
 }
 _SPACE = r"[ \t\n\r]*"
@@ -151,7 +151,7 @@ class _Writing:
         end = self._literals(self._form.padding + "</parameter>\n")
         if arguments.input_pattern is not None:  # one lexeme with its end, because lexers prefer long ones
             padding = r"\n" if self._form.padding else ""
-            return f"/(?:{_lark_pattern(arguments.input_pattern)}){padding}<\\/parameter>\\n/"
+            return f"/(?:{lark_pattern(arguments.input_pattern)}){padding}<\\/parameter>\\n/"
         if not is_text(parameter.schema):
             return f"{json_rule(parameter.schema, arguments.is_lenient)} {end}"
         values = parameter.schema.get("enum")
@@ -188,7 +188,7 @@ def _json_of(arguments: Arguments) -> str:
     return json_rule(arguments.schema, arguments.is_lenient)
 
 
-def _lark_pattern(pattern: str) -> str:
+def lark_pattern(pattern: str) -> str:
     """A regular expression as it may stand in one of Lark's."""
     return re.sub(
         r"\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), pattern, flags=re.DOTALL
@@ -199,6 +199,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_rule(schema: dict[str, Any], is_lenient: bool = False) -> str:
+def json_rule(
+    schema: dict[str, Any], is_lenient: bool = False, separators: Mapping[str, str] = _JSON_SEPARATORS
+) -> str:
     """One block per schema, because `$ref`s count from a block's root. Our style overrides that of the schema."""
-    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})
+    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, **separators, "lenient": is_lenient}})

@@ -78,13 +78,18 @@ def judge(grammar: str, text: str, tokenizer: LLTokenizer | None = None) -> Verd
     return Verdict.COMPLETE if matcher.is_accepting() else Verdict.INCOMPLETE
 
 
-def generate(grammar: str, random: Random, tokenizer: LLTokenizer, begin: str = "", budget: int = 300) -> str:
-    """A random text of the grammar. What ends things is chosen half of the time, and whenever the budget is spent."""
+def generate(
+    grammar: str, random: Random, tokenizer: LLTokenizer, begin: str = "", budget: int = 300, end: str = _END
+) -> str:
+    """A random text of the grammar. What ends things is chosen half of the time, and whenever the budget is spent.
+
+    `end`: what ends a free text by itself.
+    """
     matcher = _matcher(grammar, tokenizer)
     ids = tokenizer.tokenize_str(begin)
     assert matcher.consume_tokens(ids)
     enders = set(tokenizer.eos_tokens) | {tokenizer.tokenize_str(text)[0] for text in '"}])>'}
-    end_of_text = tokenizer.tokenize_str(_END)
+    end_of_text = tokenizer.tokenize_str(end)
     while not matcher.is_stopped():
         if random.random() < 0.05 and matcher.validate_tokens(end_of_text) == len(end_of_text):
             assert matcher.consume_tokens(end_of_text)

@@ -16,6 +16,7 @@ from chairlift.api.answers.text import is_sendable, json_of_literal, parsed
 
 Arguments = Mapping[str, Any]
 _OPEN, _CLOSE = "\x01", "\x02"  # around the number of a string that was set aside
+_JSON_STRING = regex.compile(r'"(?:[^"\\]|\\.)*"')
 _BARE_KEY = regex.compile(r"(?<=[{,]\s*)([^\W\d][\w-]*)(?=\s*:)")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PYTHON_TYPES: Mapping[str, Any] = {
@@ -133,16 +134,21 @@ def _plain_json(text: str, args: Arguments) -> str:
     """The text without the declared liberties: strings between other marks, keys without quotes."""
     set_aside: list[str] = []
 
-    def put_aside(match: "regex.Match[str]") -> str:
-        set_aside.append(json.dumps(match[1], ensure_ascii=False))
+    def put_aside(written: str) -> str:
+        set_aside.append(written)
         return f"{_OPEN}{len(set_aside) - 1}{_CLOSE}"
 
-    marks = args.get("string_delims") or []
-    if marks and (_OPEN in text or _CLOSE in text):
+    def put_aside_quoted(match: "regex.Match[str]") -> str:
+        return put_aside(json.dumps(match[1], ensure_ascii=False))
+
+    marks, has_bare_keys = args.get("string_delims") or [], args.get("unquoted_keys")
+    if (marks or has_bare_keys) and (_OPEN in text or _CLOSE in text):
         raise ValueError("it has control characters")
     for begin, end in marks:
-        text = regex.sub(f"(?s){regex.escape(begin)}(.*?){regex.escape(end)}", put_aside, text, timeout=MAX_CPU_S)
-    if args.get("unquoted_keys"):
+        pattern = f"(?s){regex.escape(begin)}(.*?){regex.escape(end)}"
+        text = regex.sub(pattern, put_aside_quoted, text, timeout=MAX_CPU_S)
+    if has_bare_keys:
+        text = _JSON_STRING.sub(lambda match: put_aside(match[0]), text, timeout=MAX_CPU_S)
         text = _BARE_KEY.sub(r'"\1"', text, timeout=MAX_CPU_S)
     return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda match: set_aside[int(match[1])], text)
 

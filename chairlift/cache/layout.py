@@ -20,12 +20,20 @@ from chairlift.cache.states import StatePlace
 
 @dataclass(frozen=True, slots=True)
 class KVCacheParams:
-    """Element type, heads and head size of the cache, and the number of devices that share the heads."""
+    """Element type, heads and head size of the cache, and the number of devices that share the heads.
+
+    If the last elements of a token's key are the first of its value, a slot keeps these `num_common` once:
+
+        key    |----------- head_dim -----------|
+        kept   |  of the key  |    of both      |  of the value  |      2 head_dim - num_common elements
+        value                 |----------- head_dim -------------|
+    """
 
     dtype: torch.dtype
     n_kv_heads: int
     head_dim: int
     n_devices: int = 1
+    num_common: int = 0
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "head_dim", "n_devices"):
@@ -33,6 +41,8 @@ class KVCacheParams:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.n_kv_heads % self.n_devices:
             raise ValueError(f"n_kv_heads ({self.n_kv_heads}) is not divisible by n_devices ({self.n_devices})")
+        if not 0 <= self.num_common < self.head_dim:
+            raise ValueError(f"num_common must be from 0 on and below {self.head_dim}, not {self.num_common}")
 
     @property
     def n_kv_heads_per_device(self) -> int:
@@ -41,7 +51,7 @@ class KVCacheParams:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's key and value in one layer, over all devices."""
-        return 2 * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.n_kv_heads * (2 * self.head_dim - self.num_common) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +86,13 @@ class Group:
     num_layers: int
 
     def block_shape(self, n_sequences: int, max_seq_len: int) -> list[int]:
-        """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values."""
+        """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values.
+
+        If these have elements in common, `[n_sequences, 1, ..., 2 * head_dim - num_common]`.
+        """
         params = self.params
-        return [n_sequences, 2, self.num_layers, max_seq_len, params.n_kv_heads_per_device, params.head_dim]
+        kinds, width = (1, 2 * params.head_dim - params.num_common) if params.num_common else (2, params.head_dim)
+        return [n_sequences, kinds, self.num_layers, max_seq_len, params.n_kv_heads_per_device, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,15 @@ class Place:
 
     group: int
     plane: int
+    num_common: int = 0  # see `KVCacheParams`
+
+    def view(self, blocks: torch.Tensor, kv_idx: int) -> torch.Tensor:
+        """Keys (0) or values (1) in the group's blocks: `[n_slots, max_seq_len, heads, head_dim]`, no copy."""
+        if not self.num_common:
+            return blocks[:, kv_idx, self.plane]
+        head_dim = (blocks.shape[-1] + self.num_common) // 2
+        kept = blocks[:, 0, self.plane]
+        return kept[..., -head_dim:] if kv_idx else kept[..., :head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +176,7 @@ class CacheLayout:
         places: list[Place | None] = [None] * num_layers
         for index, each in enumerate(layers):
             if isinstance(each, KVCacheParams):
-                places[index] = Place(groups[each], counts[each])
+                places[index] = Place(groups[each], counts[each], each.num_common)
                 counts[each] += 1
         for index, each in enumerate(layers):
             if isinstance(each, SharedWith):

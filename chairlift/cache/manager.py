@@ -76,7 +76,7 @@ class ContinuousBatchingKVCacheCollection:
         place = self.places[layer_idx]
         if place is None:
             raise IndexError(f"layer {layer_idx} keeps no keys and values")
-        return (self.blocks, *self.further_blocks)[place.group][:, kv_idx, place.plane]
+        return place.view((self.blocks, *self.further_blocks)[place.group], kv_idx)
 
 
 class ContinuousBatchingKVCacheManager(SlotLedger):

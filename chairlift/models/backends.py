@@ -44,6 +44,8 @@ def find_obstacle(
                 return "its kernels have no sinks"
             if any(block.source is not None for block in model.attention_blocks.values()):
                 return "its kernels take keys and values of every layer's own"
+            if any(block.num_common for block in model.attention_blocks.values()):
+                return "its kernels take keys and values that have nothing in common"
             return flash_builds.find_obstacle(model.attention, model.head_dims, dtype, device)
         case AttentionBackend.TRITON:
             return triton.find_obstacle(model.head_dims, device)

@@ -113,7 +113,8 @@ class ModelShape:
     def can_record(self) -> bool:
         """True if CUDA graphs can record a decode step: all keys and values are in one tensor, and it launches the same
         for any data. Recurrent layers need their kernels for that, and what experts compute depends on the data."""
-        return len(CacheLayout.of(self.kept(self.dtype), self.num_layers).groups) == 1 and not self.num_experts
+        groups = CacheLayout.of(self.kept(self.dtype), self.num_layers).groups
+        return len(groups) == 1 and not groups[0].params.num_common and not self.num_experts
 
     @property
     def num_experts(self) -> int:

@@ -20,10 +20,12 @@ from chairlift.models.claims import MAX_HEAD_DIM
 from chairlift.models.config import LAYER_TYPES, Layer
 from chairlift.models.fields import check_heads, read_activation, read_ropes_by_type, read_window
 from chairlift.models.mixtures import read_gemma4_experts
-from chairlift.models.rope import read_rope
+from chairlift.models.rope import read_rope, rope_frequencies
+from chairlift.models.rotary import RopeConfig
 
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 _MAX_STREAMS = 64
+_VECTOR = 32  # elements that native code moves at a time, at most
 _PER_LAYER_INPUT = (
     ("per_layer_input.gate", "per_layer_input_gate"),
     ("per_layer_input.projection", "per_layer_projection"),
@@ -124,21 +126,36 @@ def _read_layer_attention(config: Any, layer: int, kind: str, rope: Any, source:
     if head_dim > MAX_HEAD_DIM:
         raise CheckpointError(f"heads of layer {layer} have {head_dim} elements, and {MAX_HEAD_DIM} are the most")
     check_heads(config.num_attention_heads, num_kv_heads)
-    has_own_keys = source is None
+    has_own_keys, rotation = (
+        source is None,
+        read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=False),
+    )
+    are_keys_values = has_own_keys and not is_windowed and getattr(config, "attention_k_eq_v", False)
+    is_shared = are_keys_values and not config.num_kv_shared_layers  # readers would need the factors of its norm
     return AttentionBlock(
         num_heads=config.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=1.0,
-        rope=read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=False),
+        rope=rotation,
         window=read_window(config.sliding_window) if is_windowed else None,
         qk_norm=QKNorm.HEAD,
         has_qkv_bias=config.attention_bias,
         has_output_bias=config.attention_bias,
         has_value_norm=has_own_keys,
-        are_keys_values=has_own_keys and not is_windowed and getattr(config, "attention_k_eq_v", False),
+        are_keys_values=are_keys_values,
+        num_common=_count_common(rotation, head_dim) if is_shared else 0,
         source=source,
     )
+
+
+def _count_common(rope: RopeConfig, head_dim: int) -> int:
+    """Elements of a head that do not rotate, which are behind the others of each half, in whole vectors."""
+    if rope.kind != "proportional" or head_dim % (2 * _VECTOR):
+        return 0
+    frequencies, factor = rope_frequencies(rope, head_dim, 1)
+    num_rotated = len(frequencies) if factor != 1.0 else int(frequencies.count_nonzero())
+    return max(0, head_dim - 2 * max(_VECTOR, -(-num_rotated // _VECTOR) * _VECTOR))
 
 
 def _read_layer_types(config: Any) -> list[str]:

@@ -115,6 +115,24 @@ def test_places_follow_the_first_layer_of_each_shape() -> None:
     assert layout.places == (None, Place(0, 0), Place(1, 0), Place(1, 0), Place(0, 1))
 
 
+def test_what_keys_and_values_have_in_common_is_kept_once(make: Callable[..., Manager]) -> None:
+    shared = KVCacheParams(torch.float32, n_kv_heads=2, head_dim=16, num_common=12)
+    cache = make([WIDE, shared, shared])
+    (inputs,) = cache.fetch([])
+    assert [list(each.shape) for each in (inputs.blocks, *inputs.further_blocks)] == [
+        [6, 2, 1, 96, 2, 16],
+        [6, 1, 2, 96, 2, 20],
+    ]
+    keys, values = planes_of(inputs, 2)
+    keys[3, 5], values[3, 5] = 1.0, 2.0
+    assert inputs.further_blocks[0][3, 0, 1, 5].tolist() == [[1.0] * 4 + [2.0] * 16] * 2
+    assert keys[3, 5].tolist() == [[1.0] * 4 + [2.0] * 12] * 2
+    assert cache.layout.token_bytes == 4 * (2 * 2 * 16 + 2 * 2 * 20)
+    assert CacheLayout.of(shared, 2).is_plain is False
+    with pytest.raises(ValueError, match="num_common must be from 0 on and below 16, not 16"):
+        KVCacheParams(torch.float32, 2, 16, num_common=16)
+
+
 @pytest.mark.parametrize(
     ("layers", "said"),
     [

@@ -38,7 +38,11 @@ GEMMA: dict[str, Any] = {
 }
 INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320}
 SHARING: dict[str, Any] = {**GEMMA, **INPUTS, "num_hidden_layers": 6, "layer_types": KINDS * 3}
-VALUES_OF_KEYS: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+VALUES_OF_KEYS: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 128,  # of which 32 elements rotate
+}
 EXPERTS: dict[str, Any] = {
     "enable_moe_block": True,
     "num_experts": 8,
@@ -120,9 +124,10 @@ def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(dire
         # Layers that keep something: keys and values, heads, their size.
         ("gemma 4 E2B", 2 * 2 * 1 * 32 + 1 * 2 * 1 * 64),  # of 6 layers, the last 3 keep nothing
         ("gemma 4 E4B", 2 * 2 * 2 * 32 + 2 * 2 * 2 * 64),  # of 6 layers, the last 2 keep nothing
-        ("gemma 4 12B", 2 * 2 * 2 * 32 + 2 * 2 * 1 * 64),
-        ("gemma 4 26B-A4B", 2 * 2 * 2 * 32 + 2 * 2 * 1 * 64),
-        ("gemma 4 31B", 2 * 2 * 4 * 32 + 2 * 2 * 2 * 64),
+        # Of keys and values of global layers, elements that do not rotate are kept once.
+        ("gemma 4 12B", 2 * 2 * 2 * 32 + 2 * 1 * (2 * 128 - 64)),
+        ("gemma 4 26B-A4B", 2 * 2 * 2 * 32 + 2 * 1 * (2 * 128 - 64)),
+        ("gemma 4 31B", 2 * 2 * 4 * 32 + 2 * 2 * (2 * 128 - 64)),
         ("gemma 3n", 4 * 2 * 2 * 32),  # of 6 layers, the last 2 keep nothing
     ],
 )

@@ -1,7 +1,7 @@
 """The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself."""
 
 from chairlift.models.blocks.altup import AltUpBlock, AltUpLayer, LaurelBlock, Streams, weights_of_streams
-from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention, head_order
+from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention
 from chairlift.models.blocks.block import (
     Arrange,
     Block,
@@ -19,6 +19,7 @@ from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
 from chairlift.models.blocks.experts import ClampedSwiGLU, Experts, ExpertsBlock, StackedLinear
 from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.head_orders import head_order
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
 from chairlift.models.blocks.names import AS_LLAMA, AlternatingExperts, StackedExperts, TensorNames

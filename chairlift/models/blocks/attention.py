@@ -13,9 +13,11 @@ from torch import nn
 from chairlift.cache.layout import KVCacheParams, SharedWith
 from chairlift.models.attention import AttentionConfig
 from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
+from chairlift.models.blocks.head_orders import HeadOrder, arrange_heads, head_order, is_ascending, part_gates
 from chairlift.models.layers import Linear, RMSNorm, UnitNorm
 from chairlift.models.rotary import RopeConfig, RopeTable, apply_rope
 
+_OWN_KEYS = "a layer whose keys and values have elements in common has keys, with a norm"
 _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
 
 
@@ -61,6 +63,7 @@ class AttentionBlock:
     has_sinks: bool = False  # a score of each head that takes a part of the softmax
     has_value_norm: bool = False  # of each head, without factors
     are_keys_values: bool = False  # values are what keys are before their norm and rotation; there is no v_proj
+    num_common: int = 0  # elements that keys and values have in common: see `HeadOrder`
     source: int | None = None  # the layer whose keys and values it reads, without any of its own; None: it has some
     input_scale: float = 1.0
     output_scale: float = 1.0
@@ -135,7 +138,7 @@ class AttentionBlock:
     def kept(self, dtype: torch.dtype) -> KVCacheParams | SharedWith:
         if self.source is not None:
             return SharedWith(self.source)
-        return KVCacheParams(dtype, self.num_kv_heads, self.head_dim)
+        return KVCacheParams(dtype, self.num_kv_heads, self.head_dim, num_common=self.num_common)
 
     def state(self) -> None:
         return None
@@ -163,6 +166,7 @@ class SelfAttention(BlockModule):
             if self._num_new:
                 self.k_norm = make_norm(block.head_dim * (1 if is_per_head else block.num_kv_heads))
         self.v_norm = UnitNorm(make_norm(1).eps) if block.has_value_norm else None
+        self._shared = HeadOrder(block.head_dim, block.num_common) if block.num_common else None
 
     @property
     def edges(self) -> Edges:
@@ -189,11 +193,27 @@ class SelfAttention(BlockModule):
             value = value if self.v_norm is None else self.v_norm(value)
         if self.block.growth is not None:
             query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
-        attended = now.attend(self.layer_idx, query, key, value, self.sinks)
+        if self._shared is None:
+            attended = now.attend(self.layer_idx, query, key, value, self.sinks)
+        else:
+            attended = self._attend_shared(self._shared, query, key, value, now)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         projected: torch.Tensor = self.o_proj(attended.flatten(1), addend=now.residual)
         return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
+
+    def _attend_shared(
+        self, order: HeadOrder, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, now: Pass
+    ) -> torch.Tensor:
+        assert key is not None, _OWN_KEYS
+        assert value is not None, _OWN_KEYS
+        shared = order.share(query, key, value, self._key_factors())
+        return now.attend(self.layer_idx, *shared, self.sinks)[..., order.back(query.device)]
+
+    def _key_factors(self) -> torch.Tensor:
+        """float32 `[head_dim]`: the factors of the keys' norm."""
+        assert self.k_norm is not None, _OWN_KEYS
+        return self.k_norm.weight.detach().float() + self.k_norm.is_offset
 
     def _rotate(self, heads: torch.Tensor, now: Pass) -> torch.Tensor:
         """Queries and new keys, `[T, Hq + Hkv, D]`: normalised and rotated, as far as the block says so."""
@@ -212,20 +232,28 @@ class SelfAttention(BlockModule):
     def pack(self, packer: Packer) -> dict[str, object]:
         block, place = self.block, packer.place(self.layer_idx)
         rotation = None if self._table is None else packer.rotation(self._table)
-        order = head_order(self.head_dim, self.head_dim if rotation is None else rotation.num_rotated, packer.lanes)
+        order = self._packed_order(packer, self.head_dim if rotation is None else rotation.num_rotated)
         arrange = partial(arrange_heads, num_heads=self.num_heads + self._num_new, order=order)
         num_value_rows = self._num_new * self.head_dim
         are_both = block.are_keys_values and block.source is None
-        are_keys_values = are_both and is_ascending(order)  # keys in another order are no values
+        # Keys in another order are no values, unless these are in that order, too.
+        are_keys_values = are_both and (is_ascending(order) or self._shared is not None)
 
         def arrange_all(rows: torch.Tensor) -> torch.Tensor:
             arranged = arrange(part_gates(rows, self.num_heads, self.head_dim) if block.has_output_gate else rows)
             return arranged if are_keys_values or not are_both else torch.cat((arranged, rows[-num_value_rows:]))
 
+        def arrange_factors(factors: torch.Tensor) -> torch.Tensor:
+            if self._shared is not None:
+                factors = factors.clone()
+                still = self._shared.still()
+                factors[still] *= self._key_factors()[still]
+            return arrange(factors)
+
         return {
             "qkv": packer.matrix(self.qkv_proj, arrange_all, num_exact=num_value_rows, input_scale=block.input_scale),
             "out": packer.matrix(self.o_proj),
-            "query_norm": packer.norm(self.q_norm, arrange),
+            "query_norm": packer.norm(self.q_norm, arrange_factors),
             "key_norm": packer.norm(self.k_norm, arrange),
             "sinks": None if self.sinks is None else packer.vector(self.sinks),
             "rope": None if rotation is None else rotation.address,
@@ -237,6 +265,7 @@ class SelfAttention(BlockModule):
             "has_output_gate": block.has_output_gate,
             "has_value_norm": block.has_value_norm,
             "are_keys_values": are_keys_values,
+            "num_common": block.num_common,
             "is_query_only": block.source is not None,
             "group": place.group,
             "plane": place.plane,
@@ -246,42 +275,10 @@ class SelfAttention(BlockModule):
             "output_scale": block.output_scale,
         }
 
-
-def part_gates(rows: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
-    """`[n * head_dim, ...]`: queries that alternate with gates, keys, values -> queries, keys, gates, values."""
-    heads = torch.arange(len(rows)).view(-1, head_dim)
-    pairs, others = heads[: 2 * num_heads], heads[2 * num_heads :]
-    keys, values = others.chunk(2)
-    return rows[torch.cat((pairs[::2], keys, pairs[1::2], values)).flatten()]
-
-
-def arrange_heads(rows: torch.Tensor, *, num_heads: int, order: torch.Tensor) -> torch.Tensor:
-    """`[n * head_dim, ...]`: puts the first `num_heads` heads, if there are so many, into that order of elements."""
-    if is_ascending(order):
-        return rows
-    indices = torch.arange(len(rows)).view(-1, len(order))
-    indices[:num_heads] = indices[:num_heads, order]
-    return rows[indices.flatten()]
-
-
-def is_ascending(order: torch.Tensor) -> bool:
-    """Returns true if the elements of a head are in their first order."""
-    return torch.equal(order, torch.arange(len(order)))
-
-
-def head_order(head_dim: int, num_rotated: int, lanes: int) -> torch.Tensor:
-    """int64 `[head_dim]`: the elements of a head in the order in which the native code rotates them.
-
-    It rotates whole heads, each half with the other, `lanes` elements at a time. In the order of a checkpoint the first
-    `num_rotated` elements rotate, each half of these with the other; here they come first in both halves. What is left
-    of the halves behind a multiple of `lanes` comes last.
-    """
-    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
-    elements = torch.arange(head_dim)
-    low = torch.cat((elements[:middle], elements[num_rotated:end]))
-    high = torch.cat((elements[middle:num_rotated], elements[end:]))
-    whole = head_dim // 2 // lanes * lanes
-    return torch.cat((low[:whole], high[:whole], low[whole:], high[whole:]))
+    def _packed_order(self, packer: Packer, num_rotated: int) -> torch.Tensor:
+        if self._shared is not None:
+            return self._shared.of_keys()
+        return head_order(self.head_dim, num_rotated, packer.lanes)
 
 
 def _normalise(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:

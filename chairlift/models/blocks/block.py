@@ -195,7 +195,7 @@ class Packer(Protocol):
     ) -> Any:
         """`is_exact`: it is never rounded here. `is_plain`: nor is it in groups; one that is is widened.
 
-        `num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here.
+        `num_exact`: how many last rows, as they are arranged, keep their errors if rounded here.
         `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.
         """
         ...

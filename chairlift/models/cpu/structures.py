@@ -24,7 +24,7 @@ class AttentionBlock(ctypes.Structure):
         *((name, c_void_p) for name in ("query_norm", "key_norm", "sinks", "rope")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "has_value_norm")),
-        *((name, c_int64) for name in ("are_keys_values", "is_query_only", "group", "plane")),
+        *((name, c_int64) for name in ("are_keys_values", "num_common", "is_query_only", "group", "plane")),
         *((name, c_double) for name in ("scale", "softcap", "input_scale", "output_scale")),
     ]
 

@@ -178,6 +178,8 @@ class NativeWeights:
     def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
         """`residual`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
+        if num_exact:
+            weight, arrange = arrange(weight), _as_they_are
         places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias", "table")}
         if residual is not None:
             places |= {f"residual_{name}": self._keep(getattr(residual, name)) for name in parts}

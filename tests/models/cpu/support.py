@@ -142,6 +142,17 @@ SHAPES = {
             for attention in _GEMMA_4_ATTENTION
         ),
     ),
+    "keys and values with elements in common": replace(
+        BASE,
+        hidden_size=90,
+        layers=tuple(
+            (
+                replace(_GEMMA_4_GLOBAL, num_heads=num_heads, num_kv_heads=2, head_dim=128, num_common=64),
+                DenseMLPBlock(intermediate_size=150),
+            )
+            for num_heads in (4, 16)
+        ),
+    ),
     "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
     # Scales everywhere, heads that turn in part, a layer without positions.
     "like Granite, Phi and SmolLM": shape(

@@ -41,10 +41,24 @@ struct AttentionBlock {
     int64_t has_output_gate;          // what a head attends to is multiplied by the sigmoid of a gate
     int64_t has_value_norm;           // of each head, without factors
     int64_t are_keys_values;          // values are what keys are before their norm and rotation; qkv has none
+    // Elements that keys and values have in common, 0: none. Then the heads of queries and keys begin with what rotates,
+    // of each half, and a head of a token in the cache is: rotated elements of the key, common ones, the value's others.
+    int64_t num_common;
     int64_t is_query_only;            // keys and values are those of an earlier block, which has written them
     int64_t group, plane;             // where its keys and values are in the cache
     double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
     double input_scale, output_scale;  // factors of its input, by which the bias of qkv is divided, and its output
+
+    // Elements from head to head of a token in the cache.
+    int64_t head_stride() const { return num_common ? 2 * head_dim - num_common : head_dim; }
+
+    // The place in a head of element d of a value as it is kept. Of neighbours in a vector of 32 the places are, too.
+    int64_t place_of_value(int64_t d) const {
+        if (!num_common) return d;
+        const int64_t half = head_dim / 2, still = num_common / 2, turning = half - still;
+        if (d < num_common) return d < still ? turning + d : half + turning + d - still;
+        return d < num_common + turning ? d - num_common : half + d - num_common - turning;
+    }
 };
 
 // down(activation(gate(x)) * up(x)), or down(relu(up(x))^2)

@@ -74,8 +74,9 @@ template <class T> struct SlotAttention {
 
     KvView<T> view_of(const Task& task, int64_t slot) const {
         const int64_t start = slot * group.slot_stride + block.plane * group.plane_stride;
-        const T* keys = static_cast<const T*>(group.blocks) + start + task.head * block.head_dim;
-        return {keys, keys + group.value_offset, group.token_stride, task.num_heads, int(block.head_dim)};
+        const T* keys = static_cast<const T*>(group.blocks) + start + task.head * block.head_stride();
+        const int64_t value_offset = block.num_common ? block.head_dim - block.num_common : group.value_offset;
+        return {keys, keys + value_offset, group.token_stride, task.num_heads, int(block.head_dim)};
     }
 
     SoftmaxState state(const Task& task, int64_t chunk, int64_t head) const {
@@ -116,7 +117,7 @@ template <class T> struct SlotAttention {
             for (; d + 2 * LANES <= dim; d += 2 * LANES) {
                 f32x16 low = load16(merged.output + q * dim + d), high = load16(merged.output + q * dim + d + LANES);
                 restore_order(T{}, low, high);
-                store32(to + d, low * factor, high * factor);
+                store32(to + block.place_of_value(d), low * factor, high * factor);
             }
             if (d < dim) store16(to + d, load16(merged.output + q * dim + d) * factor);
         }

@@ -26,8 +26,12 @@ struct Task {
 };
 
 inline bool have_equal_heads(const AttentionBlock& one, const AttentionBlock& other) {
-    return one.num_heads == other.num_heads && one.num_kv_heads == other.num_kv_heads && one.head_dim == other.head_dim;
+    return one.num_heads == other.num_heads && one.num_kv_heads == other.num_kv_heads &&
+           one.head_dim == other.head_dim && one.num_common == other.num_common;
 }
+
+// Key/value heads of a task at most. With elements in common, those of neighbouring heads do not follow one another.
+inline int64_t heads_at_once(const AttentionBlock& block) { return block.num_common ? 1 : MOST_HEADS; }
 
 // The tasks of a batch for blocks whose heads are those of `block`.
 struct TaskList {
@@ -41,7 +45,7 @@ struct TaskList {
 
     TaskList(const AttentionBlock& one, const Batch& b, int num_threads, Arena& arena)
         : block(&one), batch(&b), heads_per_kv_head(one.num_heads / one.num_kv_heads) {
-        const int64_t heads = one.num_kv_heads, head_blocks = (heads + MOST_HEADS - 1) / MOST_HEADS;
+        const int64_t heads = one.num_kv_heads, at_once = heads_at_once(one), head_blocks = (heads + at_once - 1) / at_once;
         int64_t num_small = 0, num_large = 0;
         for (int64_t row = 0; row < batch->num_rows; row++) {
             if (queries_of(row) <= LANES)
@@ -71,10 +75,10 @@ struct TaskList {
     }
 
     void plan_small(int32_t row, int32_t shares, int64_t chunks) {
-        const int32_t heads = int32_t(block->num_kv_heads);
-        for (int32_t head = 0; head < heads; head += MOST_HEADS) {
+        const int32_t heads = int32_t(block->num_kv_heads), at_once = int32_t(heads_at_once(*block));
+        for (int32_t head = 0; head < heads; head += at_once) {
             const int32_t split = shares > 1 ? int32_t(num_splits++) : -1;
-            const int32_t num_heads = heads - head < MOST_HEADS ? heads - head : MOST_HEADS;
+            const int32_t num_heads = heads - head < at_once ? heads - head : at_once;
             for (int32_t s = 0; s < shares; s++)
                 add({row, head, num_heads, 0, queries_of(row), s, shares, split, num_states});
             if (shares > 1) num_states += chunks * num_heads;

@@ -69,6 +69,8 @@ template <class T, class W> struct Attention {
                 return;
             }
             const bool is_key = head >= block.num_heads && head < num_rotated_of(block);
+            if (is_key && block.num_common)
+                return keep_shared(block, head - block.num_heads, row, count, c, stride);
             if (is_key && block.are_keys_values) keep_values(block, head - block.num_heads, row, count, c, stride);
             if (block.query_norm && head < num_rotated_of(block)) {
                 const float* weight = head < block.num_heads ? block.query_norm : block.key_norm;
@@ -145,6 +147,22 @@ template <class T, class W> struct Attention {
         }
     }
 
+    // Writes one head of some tokens' keys and values, which have elements in common.
+    void keep_shared(const AttentionBlock& block, int64_t kv_head, int64_t first, int count, float* c, int stride) const {
+        const int64_t dim = block.head_dim, turning = dim - block.num_common;
+        for (int i = 0; i < count; i++, c += stride) {
+            const float factor = inverse_rms(c, dim, float(stream.model.eps));
+            T* to = slot_of(block, first + i) + kv_head * block.head_stride();
+            for (int64_t d = turning; d < dim; d += LANES) store16(to + d, load16(c + d) * factor);
+            for (int64_t d = 0; d < turning; d += LANES) {
+                const f32x16 value = load16(c + d) * factor;
+                store16(to + dim + d, value);
+                store16(c + d, value * load16(block.key_norm + d));
+            }
+            turn(block, c, turning / 2, stream.tokens[first + i].position, 1.0f, to);
+        }
+    }
+
     // A token's keys.
     T* slot_of(const AttentionBlock& block, int64_t t) const {
         const CacheGroup& group = stream.batch.groups[block.group];
@@ -161,14 +179,27 @@ template <class T, class W> struct Attention {
             for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
             return;
         }
-        const float *cosines = block.rope + position * dim, *sines = cosines + half;
-        for (int64_t d = 0; d < half; d += LANES) {
-            f32x16 low = load16(c + d), high = load16(c + half + d);
+        if (block.num_common) {
+            const int64_t turning = dim - block.num_common;
+            turn(block, c, turning / 2, position, scale, to);
+            for (int64_t d = turning; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
+            return;
+        }
+        turn(block, c, half, position, scale, to);
+        const float* last = block.rope + position * dim + 2 * half;
+        if (dim > 2 * half) rotate_last(c + 2 * half, last, scale, to + 2 * half);
+    }
+
+    // The first `count` elements, and as many after them, which rotate with them.
+    static void turn(const AttentionBlock& block, const float* c, int64_t count, int64_t position, float scale, T* to) {
+        const float* cosines = block.rope + position * block.head_dim;
+        const float* sines = cosines + block.head_dim / (2 * LANES) * LANES;
+        for (int64_t d = 0; d < count; d += LANES) {
+            f32x16 low = load16(c + d), high = load16(c + count + d);
             f32x16 cosine = load16(cosines + d) * scale, sine = load16(sines + d) * scale;
             store16(to + d, low * cosine - high * sine);
-            store16(to + half + d, high * cosine + low * sine);
+            store16(to + count + d, high * cosine + low * sine);
         }
-        if (dim > 2 * half) rotate_last(c + 2 * half, cosines + 2 * half, scale, to + 2 * half);
     }
 
     // Eight elements, and the eight that rotate with them.

@@ -77,8 +77,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemmas")
 
 
-# Native code lacks the streams of Gemma 3n.
-NATIVE = [pytest.param(name, "cpu", marks=needs_kernels) for name in MODELS if name != "gemma 3n"]
+NATIVE = [pytest.param(name, "cpu", marks=needs_kernels) for name in MODELS]
 of_every_model = pytest.mark.parametrize(("name", "backend"), [*((name, "torch") for name in MODELS), *NATIVE])
 
 

@@ -10,9 +10,10 @@ from typing import ClassVar, Self
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
-from chairlift.models.blocks.layer import DecoderLayer, Residual
+from chairlift.models.blocks.layer import DecoderLayer, PackedBlock, PackedSublayer, Residual
 from chairlift.models.layers import Linear, RMSNorm, Use
 
 _LEAST_SQUARE = 1e-5  # of a stream's elements on average, when it is scaled
@@ -20,12 +21,14 @@ _LEAST_SQUARE = 1e-5  # of a stream's elements on average, when it is scaled
 
 @dataclass(frozen=True, slots=True)
 class _AroundBlock:
-    """What both blocks answer alike: they have no native code, keep nothing, and every rank has all of them."""
+    """What both blocks answer alike: they keep nothing, and every rank has all of them."""
+
+    role: ClassVar[str]
 
     @property
-    def native(self) -> None:
-        """None: the native code has nothing of it."""
-        return None
+    def native(self) -> str:
+        """Names what native code has of it."""
+        return self.role
 
     def divide(self, num_ranks: int) -> Self:  # noqa: ARG002
         return self
@@ -118,7 +121,15 @@ class AltUp(BlockModule):
         return torch.tanh(routed.float()).to(x.dtype)
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("`AltUpBlock.native` is None")
+        missing = (0, -len(self.correct_output_scale) % packer.lanes)
+        scale = packer.vector(F.pad(self.correct_output_scale, missing)) if self._block.has_output_scale else None
+        return {
+            "router_norm": packer.norm(self.router_norm),
+            "router": packer.vector(F.pad(_numbers_of(self.modality_router), missing)),
+            "prediction": packer.vector(_numbers_of(self.prediction_coefs)),
+            "correction": packer.vector(_numbers_of(self.correction_coefs)),
+            "output_scale": scale,
+        }
 
 
 class Laurel(BlockModule):
@@ -136,7 +147,11 @@ class Laurel(BlockModule):
         return output
 
     def pack(self, packer: Packer) -> dict[str, object]:
-        raise NotImplementedError("`LaurelBlock.native` is None")
+        return {
+            "left": packer.matrix(self.linear_left),
+            "right": packer.matrix(self.linear_right),
+            "rank": self.linear_left.out_features,
+        }
 
 
 class AltUpLayer(DecoderLayer):
@@ -170,6 +185,33 @@ class AltUpLayer(DecoderLayer):
         """Lists nothing: its products fold nothing in."""
         return {}
 
+    def pack(self, packer: Packer) -> list[PackedSublayer]:
+        """Takes the weights out, in the order of `forward`."""
+        pre_norm, altup = packer.norm(self.pre_attention_norm), self.altup.pack(packer)
+        attention = PackedBlock("attention", self.self_attn.pack(packer))
+        inputs = PackedBlock("per_layer_input", self.per_layer_input.pack(packer))
+        return [
+            PackedSublayer(
+                [PackedBlock("predicts", altup), attention],
+                pre_norm,
+                packer.norm(self.post_attention_norm),
+                is_continued=True,
+            ),
+            PackedSublayer(
+                [PackedBlock("laurel", self.laurel.pack(packer))],
+                pre_norm,
+                packer.norm(self.laurel.post_laurel_norm),
+                scale=2**-0.5,
+                adds_input=True,
+            ),
+            PackedSublayer(
+                [PackedBlock("dense_mlp", self.mlp.pack(packer))],
+                packer.norm(self.pre_mlp_norm),
+                packer.norm(self.post_mlp_norm),
+            ),
+            PackedSublayer([PackedBlock("corrects", altup), inputs], None, packer.norm(self.post_per_layer_input_norm)),
+        ]
+
 
 class Streams(nn.Module):
     """Makes several streams of embedded tokens, and one of these after the last layer."""
@@ -190,6 +232,12 @@ class Streams(nn.Module):
         first, *others = streams
         pairs = zip(self.merging, others, strict=True)
         return torch.stack([first, *(_scaled_like(first, each(x)) for each, x in pairs)]).mean(dim=0)
+
+
+def _numbers_of(linear: Linear) -> torch.Tensor:
+    """Takes the matrix out, as float32 `[out, in]`."""
+    weight = linear.let_go()
+    return weight.float() if isinstance(weight, torch.Tensor) else weight.dequantize()[:, : linear.in_features].float()
 
 
 def _scaled_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,10 @@ class DenseMLPBlock:
 
     @property
     def native(self) -> str | None:
-        """Names its structure in native code, which has one activation without a gate, and cuts nothing off."""
-        has_code = self.is_gated != (self.activation is Activation.RELU_SQUARED) and not self.sparsity
+        """Names its structure in native code, which has one activation without a gate."""
+        has_code = self.is_gated != (self.activation is Activation.RELU_SQUARED) and (
+            self.is_gated or not self.sparsity
+        )
         return "dense_mlp" if has_code else None
 
     def make(
@@ -121,6 +123,8 @@ class GatedMLP(BlockModule):
             "is_gelu": self.block.activation is Activation.GELU_TANH,
             "gate_scale": self._gate_scale,
             "output_scale": self._output_scale,
+            "is_sparse": self._cutoff is not None,
+            "cutoff": self._cutoff or 0.0,
         }
 
 

@@ -99,6 +99,7 @@ class PackedSublayer(NamedTuple):
     scale: float = 1.0  # of the tokens after it
     sum_norm: int | None = None
     is_continued: bool = False  # see csrc/model.h
+    adds_input: bool = False  # likewise
 
 
 @dataclass(slots=True)

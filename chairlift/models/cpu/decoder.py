@@ -66,7 +66,7 @@ def _find_block_obstacle(layers: Sequence[Layer]) -> str | None:
 class NativeStage:
     """A pass between two pieces: the residual stream, and the batch as native code is given it."""
 
-    stream: torch.Tensor  # float32 [T, hidden], a view of what the next piece reads and changes in place
+    stream: torch.Tensor  # float32 [T, hidden], a view of what the next piece reads and changes in place; others follow
     batch: Batch
     layer_inputs: torch.Tensor | None = None  # float32 [T, layers * size], which the first piece completes
 
@@ -154,8 +154,11 @@ class CpuDecoder:
     ) -> NativeStage:
         """See `forward.LayeredForward`."""
         hidden_size = self._config.hidden_size
-        rows = torch.empty(len(input_ids), hidden_size + -hidden_size % LANES)
-        stage = NativeStage(rows[:, :hidden_size], _batch_of(batch, input_ids, cache), self._layer_inputs_of(input_ids))
+        num_streams = self._config.num_streams or 1
+        rows = torch.empty(num_streams, len(input_ids), hidden_size + -hidden_size % LANES)
+        stage = NativeStage(
+            rows[0, :, :hidden_size], _batch_of(batch, input_ids, cache), self._layer_inputs_of(input_ids)
+        )
         self._run(stage, self._piece(0, 0, is_first=True))
         return stage
 

@@ -34,6 +34,8 @@ class DenseMLPBlock(ctypes.Structure):
         *((name, Matrix) for name in ("up", "down")),
         *((name, c_int64) for name in ("intermediate", "is_gated", "is_gelu")),
         *((name, c_double) for name in ("gate_scale", "output_scale")),
+        ("is_sparse", c_int64),
+        ("cutoff", c_double),
         ("output_gate", Matrix),
     ]
 
@@ -85,6 +87,14 @@ class PerLayerInputBlock(ctypes.Structure):
     ]
 
 
+class LaurelBlock(ctypes.Structure):
+    _fields_ = [*((name, Matrix) for name in ("left", "right")), ("rank", c_int64)]
+
+
+class AltUpBlock(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("router_norm", "router", "prediction", "correction", "output_scale")]
+
+
 BLOCKS: dict[str, type[ctypes.Structure]] = {
     "attention": AttentionBlock,
     "dense_mlp": DenseMLPBlock,
@@ -93,14 +103,21 @@ BLOCKS: dict[str, type[ctypes.Structure]] = {
     "gated_delta_net": GatedDeltaNetBlock,
     "mamba2": Mamba2Block,
     "per_layer_input": PerLayerInputBlock,
+    "laurel": LaurelBlock,
+    "predicts": AltUpBlock,
+    "corrects": AltUpBlock,
 }
-"""The kinds of blocks, as `Block.native` names them, in the order in which a sublayer has pointers to them."""
+"""The structures of blocks, in the order in which a sublayer has pointers to them.
+
+They have the names that `Block.native` gives, except that AltUp has a pointer for what it does before a layer, and one
+for what it does at its end.
+"""
 
 
 class Sublayer(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("pre_norm", "post_norm", "sum_norm")),
-        ("is_continued", c_int64),
+        *((name, c_int64) for name in ("is_continued", "adds_input")),
         ("scale", c_double),
         *((name, POINTER(structure)) for name, structure in BLOCKS.items()),
     ]
@@ -115,6 +132,10 @@ class LayerInputs(ctypes.Structure):
     ]
 
 
+class Streams(ctypes.Structure):
+    _fields_ = [*((name, c_int64) for name in ("count", "num_products")), ("products", POINTER(Matrix))]
+
+
 class Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "vocab")),
@@ -124,6 +145,7 @@ class Model(ctypes.Structure):
         *((name, c_void_p) for name in ("final_norm", "embedding")),
         ("head", Matrix),
         ("layer_inputs", LayerInputs),
+        ("streams", Streams),
     ]
 
 
@@ -162,7 +184,9 @@ class Piece(ctypes.Structure):
 
 
 _OF_A_BATCH: tuple[type[ctypes.Structure], ...] = (CacheGroup, States, Batch, Piece)
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, *BLOCKS.values(), Sublayer, LayerInputs, Model, *_OF_A_BATCH)
+_OF_A_MODEL: tuple[type[ctypes.Structure], ...] = (Sublayer, LayerInputs, Streams, Model)
+_OF_LAYERS: tuple[type[ctypes.Structure], ...] = (Matrix, *dict.fromkeys(BLOCKS.values()))
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (*_OF_LAYERS, *_OF_A_MODEL, *_OF_A_BATCH)
 """All of them, in the order in which `chairlift_start` tells their sizes."""
 
 

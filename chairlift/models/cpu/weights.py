@@ -13,7 +13,7 @@ from chairlift.config import Quantization
 from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
-from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Sublayer
+from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Streams, Sublayer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
@@ -70,6 +70,7 @@ class NativeWeights:
             embedding=embedding,
             head=head,
             layer_inputs=self._layer_inputs(),
+            streams=self._streams(model),
         )
 
     def matrix(
@@ -130,12 +131,22 @@ class NativeWeights:
             factor=made.factor,
         )
 
+    def _streams(self, model: Decoder) -> Streams:
+        made = model.model.streams
+        if made is None:
+            return Streams()
+        products = [self._matrix(each) for each in (*made.spreading, *made.merging) if isinstance(each, Linear)]
+        return Streams(
+            count=1 + len(made.spreading), num_products=len(products), products=(Matrix * len(products))(*products)
+        )
+
     def _sublayer(self, packed: PackedSublayer) -> Sublayer:
         sublayer = Sublayer(
             pre_norm=packed.pre_norm,
             post_norm=packed.post_norm,
             sum_norm=packed.sum_norm,
             is_continued=packed.is_continued,
+            adds_input=packed.adds_input,
             scale=packed.scale,
         )
         for kind, fields in packed.blocks:
@@ -167,6 +178,8 @@ class NativeWeights:
             weight = weight.map_rows(arrange)  # frees the rows in their first order
             return self._place(pack_grouped(weight, bias))
         is_narrow = self._quantization is Quantization.INT4 and not is_head
+        if num_exact:
+            weight, arrange = arrange(weight), _as_they_are
         rounded = quantize(weight, 4 if is_narrow else 8)
         residual = None
         if num_exact:
@@ -178,8 +191,6 @@ class NativeWeights:
     def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
         """`residual`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
-        if num_exact:
-            weight, arrange = arrange(weight), _as_they_are
         places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias", "table")}
         if residual is not None:
             places |= {f"residual_{name}": self._keep(getattr(residual, name)) for name in parts}

@@ -103,7 +103,8 @@ class _Library:
         slots += filter(None, (batch.states.live, batch.states.pending))
         outputs = [(address, self._extents[address]) for address in slots]
         if piece.residual:
-            outputs.append((piece.residual, batch.num_tokens * (model.hidden + -model.hidden % LANES) * 4))
+            num_rows = max(1, model.streams.count) * batch.num_tokens
+            outputs.append((piece.residual, num_rows * (model.hidden + -model.hidden % LANES) * 4))
             image.place(*outputs[-1])
         if piece.hidden:
             outputs.append((piece.hidden, batch.num_tokens * model.hidden * _SIZES[number_format]))

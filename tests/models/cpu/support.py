@@ -14,8 +14,10 @@ from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.models import TorchForward, load_backend
 from chairlift.models.blocks import (
     Activation,
+    AltUpBlock,
     AttentionBlock,
     DenseMLPBlock,
+    LaurelBlock,
     LayerInputsConfig,
     Norms,
     PerLayerInputBlock,
@@ -23,6 +25,7 @@ from chairlift.models.blocks import (
     SelfAttention,
     StackedLinear,
 )
+from chairlift.models.blocks.altup import AltUp
 from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.mamba2 import Mamba2Block
@@ -151,6 +154,24 @@ SHAPES = {
                 DenseMLPBlock(intermediate_size=150),
             )
             for num_heads in (4, 16)
+        ),
+    ),
+    # Three streams of features, of which layers compute one, and gates of which only the largest count.
+    "like Gemma 3n": replace(
+        BASE,
+        hidden_size=122,
+        norms=Norms.PRE_AND_POST,
+        num_streams=3,
+        layer_inputs=LayerInputsConfig(size=32, num_layers=2, vocab_size=250),
+        layers=tuple(
+            (
+                replace(_GEMMA_4_WINDOW, are_keys_values=False),
+                DenseMLPBlock(intermediate_size=150, activation=Activation.GELU_TANH, sparsity=sparsity),
+                PerLayerInputBlock(size=32, activation=Activation.GELU_TANH),
+                AltUpBlock(num_streams=3, has_output_scale=sparsity > 0),
+                LaurelBlock(rank=20),
+            )
+            for sparsity in (0.8, 0.0)
         ),
     ),
     "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
@@ -335,7 +356,7 @@ def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
             if isinstance(child, StackedLinear):
                 weight = quantize(child.weight, num_bits).dequantize()
                 setattr(parent, name, GroupedExperts(weight, child.bias, child.num_experts))
-            elif isinstance(child, Linear) and name != "router":
+            elif isinstance(child, Linear) and name != "router" and not isinstance(parent, AltUp):
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
                 if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
                     first = len(weight) - parent.num_kv_heads * parent.head_dim

@@ -99,8 +99,8 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 EXPORTED int chairlift_start(int64_t* sizes) {
     const int64_t own[] = {
         sizeof(Matrix), sizeof(AttentionBlock), sizeof(DenseMlpBlock), sizeof(ExpertsBlock), sizeof(GatedShortConvBlock),
-        sizeof(GatedDeltaNetBlock), sizeof(Mamba2Block), sizeof(PerLayerInputBlock), sizeof(Sublayer),
-        sizeof(LayerInputs), sizeof(Model),
+        sizeof(GatedDeltaNetBlock), sizeof(Mamba2Block), sizeof(PerLayerInputBlock), sizeof(LaurelBlock),
+        sizeof(AltUpBlock), sizeof(Sublayer), sizeof(LayerInputs), sizeof(Streams), sizeof(Model),
         sizeof(CacheGroup), sizeof(States), sizeof(Batch), sizeof(Piece)};
     std::memcpy(sizes, own, sizeof own);
     return enable_tiles() ? 0 : 1;

@@ -68,6 +68,8 @@ struct DenseMlpBlock {
     int64_t is_gated;
     int64_t is_gelu;  // the activation of a gate: GELU (by tanh), or else SiLU
     double gate_scale, output_scale;  // factors of what that activation gets, and of the output
+    int64_t is_sparse;  // of the gate's outputs only what exceeds their mean by `cutoff` standard deviations counts
+    double cutoff;
     Matrix output_gate;  // of one column: the sigmoid of its product is a factor of the output; no columns: none
 };
 
@@ -91,6 +93,22 @@ struct ExpertsBlock {
 struct PerLayerInputBlock {
     Matrix gate, projection;
     int64_t size, first;  // of its input among those of all layers
+};
+
+// right(left(x)), by way of few features.
+struct LaurelBlock {
+    Matrix left, right;
+    int64_t rank;
+};
+
+constexpr int64_t MOST_STREAMS = 64;
+
+// How a layer mixes the streams of a model that has several.
+struct AltUpBlock {
+    const float *router_norm, *router;  // [hidden] and [streams][hidden], padded to 16 with zeros
+    const float* prediction;            // [to][from][modalities]
+    const float* correction;            // [to][modalities]
+    const float* output_scale;          // [hidden, padded], of what is mixed with a layer's inputs; null: all are 1
 };
 
 // Where a layer's state begins in the row of a slot, and its inputs among those of a tentative token.
@@ -135,9 +153,13 @@ struct Mamba2Block {
 //
 // If blocks side by side have norms of their own, they are as many sublayers that read the same x, and the last adds all
 // to it: scale (x + sum_norm(post_norm(block(pre_norm(x))) + that of the sublayers before it that are continued)).
+//
+// With several streams the first is x. `predicts` mixes all of them before the sublayer; so does `corrects`, and then
+// what the block reads is scaled, and what it makes is added to the further streams instead of x.
 struct Sublayer {
     const float *pre_norm, *post_norm, *sum_norm;  // [hidden, padded to 16 with zeros]; null where there is none
     int64_t is_continued;
+    int64_t adds_input;  // pre_norm(x) is added to the sum as well
     double scale;
     const AttentionBlock* attention;
     const DenseMlpBlock* dense_mlp;
@@ -146,6 +168,8 @@ struct Sublayer {
     const GatedDeltaNetBlock* gated_delta_net;
     const Mamba2Block* mamba2;
     const PerLayerInputBlock* per_layer_input;
+    const LaurelBlock* laurel;
+    const AltUpBlock *predicts, *corrects;
 
     bool has_state() const { return gated_short_conv || gated_delta_net || mamba2; }
 
@@ -162,6 +186,15 @@ struct LayerInputs {
     double scale, factor;
 };
 
+// The streams of features that a token has between layers: none, or the residual stream and further ones.
+struct Streams {
+    int64_t count, num_products;
+    const Matrix* products;  // that make each further one of the embedding, and then those that merge each
+
+    const Matrix& spreading(int64_t i) const { return products[i]; }
+    const Matrix& merging(int64_t i) const { return products[count - 1 + i]; }
+};
+
 struct Model {
     int64_t hidden, vocab;
     double eps, embedding_scale, residual_scale, logits_scale;
@@ -172,6 +205,7 @@ struct Model {
     const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
     Matrix head;
     LayerInputs layer_inputs;
+    Streams streams;
 };
 
 // The blocks that keep keys and values of equal shape: [slots][keys, values][planes][positions][heads][head_dim]
@@ -204,7 +238,8 @@ struct Batch {
 struct Piece {
     int64_t is_first;  // begins with the embedding of the tokens
     int64_t first_sublayer, num_sublayers;
-    float* residual;  // [tokens][hidden, padded to 16 with zeros], between pieces; null: the piece is a whole pass
+    // [streams][tokens][hidden, padded to 16 with zeros], between pieces; null: the piece is a whole pass
+    float* residual;
     void* hidden;     // [tokens][hidden] if it ends with the final norm, or else null
     float* layer_inputs;  // [tokens][columns of their projection], which the beginning of a pass completes; or null
 };

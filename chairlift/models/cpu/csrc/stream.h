@@ -58,6 +58,8 @@ template <class T, class W> struct Stream {
     float* x;      // [T][stride]
     float* added;  // output of a sublayer's blocks, if a norm follows it: likewise
     float* sum;    // of those of sublayers side by side, if there are any: likewise
+    float* others;     // the further streams, if there are any: likewise, one after the other
+    float* predicted;  // the first stream as it was predicted: likewise
     Rows<W> normed;
     Rows<T> plain;  // if W is Group: the same rows for plain matrices, if there are any
     Token* tokens;
@@ -67,7 +69,9 @@ template <class T, class W> struct Stream {
         : model(m), batch(b), num_tokens(b.num_tokens), stride(pad(m.hidden, LANES)),
           x(residual ? residual : arena.allocate<float>(num_tokens * stride)),
           added(arena.allocate<float>(has_post_norms ? num_tokens * stride : 0)),
-          sum(arena.allocate<float>(has_sums ? num_tokens * stride : 0)), normed(arena, num_tokens, m.hidden),
+          sum(arena.allocate<float>(has_sums ? num_tokens * stride : 0)),
+          others(residual ? residual + num_tokens * stride : arena.allocate<float>(num_further() * num_tokens * stride)),
+          predicted(arena.allocate<float>(m.streams.count ? num_tokens * stride : 0)), normed(arena, num_tokens, m.hidden),
           plain(arena, has_plain ? num_tokens : 0, m.hidden), tokens(arena.allocate<Token>(num_tokens)) {}
 
     // Called before the threads start.
@@ -76,6 +80,11 @@ template <class T, class W> struct Stream {
             for (int32_t t = batch.row_offsets[row], i = 0; t < batch.row_offsets[row + 1]; t++, i++)
                 tokens[t] = {batch.cache_lengths[row] + i, batch.slots[row]};
     }
+
+    int64_t num_further() const { return model.streams.count ? model.streams.count - 1 : 0; }
+
+    // Stream i of the further ones.
+    float* further(int64_t i) const { return others + i * num_tokens * stride; }
 
     void embed(int64_t t) const {
         const int64_t token = batch.input_ids[t], hidden = model.hidden;
@@ -98,6 +107,13 @@ template <class T, class W> struct Stream {
     void enter(int64_t t, const float* norm, bool is_rounded_read, bool is_plain_read) const {
         if (is_rounded_read) enter(t, norm, normed);
         if (is_plain_read) enter(t, norm, plain);
+    }
+
+    // As `enter`, of another row, without a norm but with factors, unless these are null.
+    void enter_row(const float* from, int64_t t, bool is_rounded_read, bool is_plain_read,
+                   const float* factors = nullptr) const {
+        if (is_rounded_read) scale_row(from, factors, normed, t);
+        if (is_plain_read) scale_row(from, factors, plain, t);
     }
 
     // One of the first products of a block: of all rows that `enter` made.
@@ -143,10 +159,14 @@ template <class T, class W> struct Stream {
     void end(int64_t t, const Sublayer& sublayer, bool is_last) const {
         float *own = added + t * stride, *all = sum + t * stride, *to = x + t * stride;
         const float scale = float(model.residual_scale);
+        if (sublayer.corrects) return add_to_further(t, own, sublayer.post_norm);
         if (sublayer.is_continued || is_last) add_normalized(own, sublayer.post_norm, 1, all, is_last);
         if (sublayer.is_continued) return;
-        if (is_last)
+        if (sublayer.adds_input) add_normalized(to, sublayer.pre_norm, 1, all, true);
+        if (is_last && sublayer.sum_norm)
             add_normalized(all, sublayer.sum_norm, scale, to, true);
+        else if (is_last)
+            for (int64_t k = 0; k < stride; k += LANES) store16(to + k, load16(to + k) + load16(all + k) * scale);
         else if (sublayer.post_norm)
             add_normalized(own, sublayer.post_norm, scale, to, true);
         if (sublayer.scale == 1) return;
@@ -191,6 +211,24 @@ template <class T, class W> struct Stream {
             const f32x16 normalized = load16(from + k) * scale * load16(weight + k);
             store16(to + k, is_sum ? load16(to + k) + normalized : normalized);
         }
+    }
+
+    void add_to_further(int64_t t, const float* from, const float* weight) const {
+        const float scale = inverse_rms(from, model.hidden, float(model.eps));
+        for (int64_t k = 0; k < stride; k += LANES) {
+            const f32x16 normalized = load16(from + k) * scale * load16(weight + k);
+            for (int64_t i = 0; i < num_further(); i++) {
+                float* to = further(i) + t * stride + k;
+                store16(to, load16(to) + normalized);
+            }
+        }
+    }
+
+    template <class R> void scale_row(const float* from, const float* factors, const R& rows, int64_t t) const {
+        if (factors)
+            put_row(rows, t, stride, [&](int64_t k) { return load16(from + k) * load16(factors + k); });
+        else
+            convert_row(from, stride, rows, t);
     }
 
     template <class R> void enter(int64_t t, const float* norm, const R& rows) const {

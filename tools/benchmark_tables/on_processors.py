@@ -100,6 +100,18 @@ TABLES = (
     ),
     Table(
         SPEED,
+        "gemma-4",
+        Source("compare-gemma-4-llama-cpp-epyc-avx512-2-cores"),
+        trials_of_runs,
+        (
+            text("model", "run"),
+            workload(),
+            rate("Chairlift", OURS),
+            rate("llama.cpp", "llama.cpp", OURS),
+        ),
+    ),
+    Table(
+        SPEED,
         "openvino-avx512",
         Source("compare-openvino-135m-int8-int4-xeon-avx512-2-cores"),
         trials(),

@@ -45,8 +45,8 @@ def _start(engines: Any) -> list[Any]:
 
 
 def trials_of_runs(data: Any) -> Sequence[Any]:
-    """The same of a file with several runs, each with its commit."""
-    return [{**trial, "commit": run["commit"]} for run in data.values() for trial in run["results"]]
+    """The same of a file with several runs, each with its label and commit."""
+    return [{**trial, "run": label, "commit": run["commit"]} for label, run in data.items() for trial in run["results"]]
 
 
 def formats(data: Any) -> Sequence[Any]:

@@ -4,6 +4,9 @@ A state is of use where a prompt begins with all of its tokens, so they are foun
 rows are taken, waypoints are evicted first, then the others, the least recently used first. A waypoint is kept only in
 case that a prompt parts from another just behind it; once one did, it is like the others.
 
+A row can be held while the tokens that its state has taken are not known yet. Until it is named by them, nobody finds
+it, and it is not evicted.
+
 Plain Python, no tensors; not thread-safe.
 """
 
@@ -30,10 +33,11 @@ class Snapshots:
         self._free = list(reversed(self._rows))
         self._lengths: dict[int, int] = {}  # the least recently used comes first
         self._waypoints: dict[int, None] = {}  # likewise
+        self._held = set[int]()  # rows whose tokens are not known yet
         self._written = set[int]()  # rows that take memory
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._lengths) + len(self._held)
 
     @property
     def capacity(self) -> int:
@@ -87,18 +91,42 @@ class Snapshots:
             if not is_waypoint:
                 self.use(known.row)
             return None
-        if not self._free:
-            candidates = self._waypoints if self._waypoints or is_waypoint else self._lengths
-            if not candidates:
-                return None
-            self.remove(next(iter(candidates)))
-        row = self._free.pop()
-        self._written.add(row)
-        self._index.insert(row, tokens, salt)
-        self._lengths[row] = num_tokens
-        if is_waypoint:
-            self._waypoints[row] = None
+        row = self._take(is_waypoint=is_waypoint)
+        if row is not None:
+            self._enter(row, tokens, salt, is_waypoint=is_waypoint)
         return row
+
+    def hold(self) -> int | None:
+        """Returns a row for a state that will be named later; may evict another.
+
+        None if half of the rows are held: the others are for states that are found.
+        """
+        if len(self._held) >= self.capacity // 2:
+            return None
+        row = self._take()
+        if row is not None:
+            self._held.add(row)
+        return row
+
+    def name(self, row: int, tokens: bytes, salt: str, *, is_waypoint: bool = False) -> None:
+        """Says which tokens the state in a held row has taken, so that it is found.
+
+        If there is one already, that one counts as used, and the row is free.
+        """
+        num_tokens = count_tokens(tokens)
+        known = self.find(tokens, salt, num_tokens)
+        if known is None or known.num_tokens < num_tokens:
+            self._held.remove(row)
+            self._enter(row, tokens, salt, is_waypoint=is_waypoint)
+            return
+        if not is_waypoint:
+            self.use(known.row)
+        self.drop(row)
+
+    def drop(self, row: int) -> None:
+        """Frees a held row."""
+        self._held.remove(row)
+        self._free.append(row)
 
     def remove(self, row: int) -> None:
         """Forgets the state in this row."""
@@ -120,17 +148,35 @@ class Snapshots:
 
     def take_unused(self) -> list[int]:
         """Returns the rows that hold no state and take memory, which is to be freed."""
-        unused = sorted(self._written - self._lengths.keys())
+        unused = sorted(self._written - self._lengths.keys() - self._held)
         self._written.difference_update(unused)
         return unused
 
     def clear(self) -> None:
-        """Forgets all states."""
+        """Forgets all states that are found."""
         for row in list(self._lengths):
             self.remove(row)
 
     def check(self) -> None:
-        """Asserts that every row is free or has tokens."""
+        """Asserts that every row is free, is held or has tokens."""
         self._index.check()
         assert self._index.slots == set(self._lengths) >= set(self._waypoints), "a state without tokens"
-        assert sorted([*self._free, *self._lengths]) == list(self._rows), "a row is free and taken, or neither"
+        rows = sorted([*self._free, *self._held, *self._lengths])
+        assert rows == list(self._rows), "a row is free and taken, or neither"
+
+    def _take(self, *, is_waypoint: bool = False) -> int | None:
+        """Takes a free row, or evicts a state. None if there is no row, or if a waypoint would evict what is none."""
+        if not self._free:
+            candidates = self._waypoints if self._waypoints or is_waypoint else self._lengths
+            if not candidates:
+                return None
+            self.remove(next(iter(candidates)))
+        row = self._free.pop()
+        self._written.add(row)
+        return row
+
+    def _enter(self, row: int, tokens: bytes, salt: str, *, is_waypoint: bool) -> None:
+        self._index.insert(row, tokens, salt)
+        self._lengths[row] = count_tokens(tokens)
+        if is_waypoint:
+            self._waypoints[row] = None

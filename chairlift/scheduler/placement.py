@@ -157,7 +157,7 @@ class Placement:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
         if self.states is not None:
-            self.states.release(request, num_kept)
+            self.states.release(request, num_kept, is_reusable=slot in self._index)
         if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:

@@ -47,6 +47,7 @@ class Request:
     new_token_filter: Callable[[], TokenFilter] | None = None
     new_repetition_watch: Callable[[], RepetitionWatch] | None = None
     new_drafter: Callable[[], Drafter] | None = None
+    text_may_end_early: bool = False  # what reads its text may end it, before its newest token
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +116,7 @@ class _Progress:
     token_filter: TokenFilter | None = None
     repetition: RepetitionWatch | None = None
     drafter: Drafter | None = None  # None: nothing is guessed
+    may_end_early: bool = False  # before the newest token that was computed for it
     # Whether the host derives from the newest token what may come next. If so, the row cannot be planned before that
     # token is known, and launches have one step while it runs, because it could use only the first token of several.
     needs_newest_token: bool = False
@@ -205,6 +207,7 @@ class RequestState(_Progress):
         if request.new_drafter is not None and not follows_text:
             self.drafter = request.new_drafter()
         self.has_rules = self.token_filter is not None or self.params.has_penalty
+        self.may_end_early = request.text_may_end_early or self.repetition is not None
         self.key = SamplingKey(
             self.request_id,
             self.params,

@@ -9,7 +9,8 @@ Keys and values of any number of first tokens can be reused, but a state only ex
 So a prompt goes on from the longest state within what a slot holds of it: a snapshot, or the live state of a slot that
 stands there. What follows up to there is computed again, with equal bits. If that is much, the prompt leaves a state
 where the match ends (a junction), so that the third prompt with this beginning finds one. States are also kept at the
-ends of prompts, where a follower waits for one, and every `WAYPOINT_TOKENS` tokens, at the ends of chunks.
+ends of prompts, where a follower waits for one, every `WAYPOINT_TOKENS` tokens, at the ends of chunks, and behind an
+answer that may end early (`state_trails.py`).
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -20,6 +21,7 @@ from chairlift.cache.snapshots import StateSource
 from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.plan import MOST_ENDS, StateCopy, StepPlan
 from chairlift.scheduler.request import RequestState
+from chairlift.scheduler.state_trails import StateTrails
 
 WAYPOINT_TOKENS = 1024
 """At least so many tokens lie between a waypoint and the state before it."""
@@ -38,6 +40,7 @@ class StateReuse:
         self._states = states
         self._max_tail = min(PROMPT_TAIL, states.max_tentative)
         self._distances = list[int]()
+        self._trails = StateTrails(slots, states)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -133,10 +136,11 @@ class StateReuse:
         self._mark(leader, num_tokens)
 
     def keep_after(self, plan: StepPlan, owner_of: Callable[[int], RequestState], reusable: Container[int]) -> None:
-        """Keeps the states that the prompts in a plan, which has begun, leave behind.
+        """Keeps the states that the prompts and answers in a plan, which has begun, leave behind.
 
         `reusable`: slots whose tokens others may reuse.
         """
+        self._trails.extend(plan, owner_of, reusable)
         for row in plan.rows[plan.num_decode_rows :]:
             if row.guess or row.slot not in reusable:
                 continue
@@ -155,10 +159,14 @@ class StateReuse:
         """Forgets kept states that have taken more than `above` tokens of a request, which may be at fault."""
         self._states.snapshots.forget(pack_tokens(request.token_ids), request.options.cache_salt, above)
 
-    def release(self, request: RequestState, num_sound: int) -> None:
-        """Sets the books right for a request that releases its slot, whose first `num_sound` tokens are sound."""
+    def release(self, request: RequestState, num_sound: int, *, is_reusable: bool) -> None:
+        """Sets the books right for a request that releases its slot, whose first `num_sound` tokens are sound.
+
+        `is_reusable`: others may reuse them.
+        """
         self.stop_at_end(request)
         self.forget_unsound(request, num_sound)
+        self._trails.end(request, num_sound - request.contents.has_bad_surplus if is_reusable else 0)
 
     def stop_at_end(self, request: RequestState) -> None:
         """Records that a request's state stopped before its end token, if launches see to that."""
@@ -192,6 +200,7 @@ class StateReuse:
     def forget_all(self) -> None:
         """Forgets all kept states, and the live ones that wait for a copy, which may be repeated too late."""
         self._states.snapshots.clear()
+        self._trails.clear()
         for job in self._slots.owed:
             if isinstance(job, StateCopy) and job.target < self._slots.num_slots:
                 self._states.cut(job.target, 0)

@@ -225,6 +225,24 @@ def test_a_state_stops_at_the_end_token_of_an_answer(
         assert_next_turn_is_cached(llm, forgetful)
 
 
+@pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 4), (1, 2)])
+def test_a_stop_string_leaves_a_state_just_before_it(
+    model: str, forgetful: LLM, num_ahead: int, num_steps: int
+) -> None:
+    letters = GREEDY.model_copy(update={"max_tokens": 48, "temperature": 1.0, "seed": 4})
+    letters = letters.model_copy(update={"allowed_token_ids": list(range(97, 123))})
+    (whole,) = forgetful.generate([SYSTEM], letters)
+    stop = whole.outputs[0].text[36:40]
+    with make(model, num_ahead, max_steps_per_launch=num_steps) as llm:
+        (ended,) = llm.generate([SYSTEM], letters.model_copy(update={"stop": [stop]}))
+        assert ended.outputs[0].stop_reason == stop
+        turn = [*SYSTEM, *ended.outputs[0].text.encode(), 7, 8, 9]
+        (output,) = llm.generate([turn], GREEDY)
+        assert parts_of([output]) == parts_of(forgetful.generate([turn], GREEDY))
+        assert len(turn) - 3 > output.num_cached_tokens >= len(turn) - 3 - 8 - num_steps
+        core_of(llm).check()
+
+
 def test_a_preempted_request_goes_on_with_its_state(model: str, forgetful: LLM) -> None:
     long = GREEDY.model_copy(update={"max_tokens": 30})
     expected = tokens_of(forgetful.generate(PROMPTS[:2], long))

@@ -41,7 +41,7 @@ _OPTIONS = {
     "share": "queue_share",
     "timeout": "timeout",
 }
-_OF_REQUESTS = ("eos_token_ids", "new_grammar", "new_token_filter", "prompt_task")
+_OF_REQUESTS = ("eos_token_ids", "new_grammar", "new_token_filter", "prompt_task", "text_may_end_early")
 NO_REUSE = Policy(enable_prefix_caching=False)
 
 

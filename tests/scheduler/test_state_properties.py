@@ -121,7 +121,11 @@ class States(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         has_grammar=st.booleans(),
         fields=st.fixed_dictionaries(
-            {"priority": st.integers(0, 1), "salt": st.sampled_from(["", "", "", "x"])},
+            {
+                "priority": st.integers(0, 1),
+                "salt": st.sampled_from(["", "", "", "x"]),
+                "text_may_end_early": st.booleans(),
+            },
             optional={"prompt_task": st.just(ScoreTask(1))},
         ),
     )

@@ -205,6 +205,51 @@ def test_a_state_that_went_beyond_the_end_is_not_used() -> None:
     assert second.num_cached_tokens == 192  # where the prompt left one
 
 
+@pytest.mark.parametrize(("max_steps", "num_ahead"), [(1, 0), (4, 0), (4, 1), (1, 2)])
+@pytest.mark.parametrize("num_behind", [0, 1, 5, 11])
+def test_an_answer_that_ends_behind_its_newest_token_leaves_a_state_near_its_end(
+    max_steps: int, num_ahead: int, num_behind: int
+) -> None:
+    engine = make(max_steps=max_steps, num_ahead=num_ahead)
+    prompt, answer = list(range(5000, 7000)), list(range(8000, 8200))
+    request = engine.add("a", prompt, 200, answer=answer, text_may_end_early=True)
+    while len(request.token_ids) < 2100:
+        engine.step()
+    engine.abort("a")
+    engine.run()
+    kept = request.token_ids[: len(request.token_ids) - num_behind]
+    second = engine.serve("b", [*kept, *USER], 1)
+    assert 0.99 * len(kept) <= second.num_cached_tokens <= len(kept)
+
+
+def test_states_behind_answers_that_may_end_early_are_few_and_evicted_first_if_they_did_not() -> None:
+    engine = make(num_slots=8, num_snapshots=8)
+    request = engine.add("a", SYSTEM, 90, answer=list(range(8000, 8090)), text_may_end_early=True)
+    engine.steps(60)
+    states = engine.scheduler.placement.states
+    assert states is not None
+    assert (tokens_of_states(engine), states.snapshot_bytes) == ([192], 4 * ROW_BYTES)
+    engine.finish("a")
+    assert tokens_of_states(engine) == [192, 272, 280, 288]
+    for number in range(6):
+        engine.serve(f"other {number}", list(range(1000 * number, 1000 * number + 108)), 1)
+    assert tokens_of_states(engine) == [102] * 6 + [192, 288]
+    assert engine.serve("b", [*request.token_ids, *USER], 1).num_cached_tokens == 289
+
+
+def test_states_behind_answers_take_half_of_the_room_at_most() -> None:
+    engine = make(num_snapshots=3)
+    for name in "ab":
+        engine.add(name, [ord(name), *SYSTEM], 90, text_may_end_early=True)
+    engine.steps(60)
+    states = engine.scheduler.placement.states
+    assert states is not None
+    assert (len(tokens_of_states(engine)), states.snapshot_bytes) == (2, 3 * ROW_BYTES)
+    engine.abort("b")
+    engine.abort("a")
+    assert len(tokens_of_states(engine)) == 3
+
+
 # Limits
 
 

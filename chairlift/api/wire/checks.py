@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, Validatio
 from pydantic_core import CoreSchema, core_schema, to_json
 
 from chairlift.api.wire.body import let_others_run
+from chairlift.api.wire.left_out import is_attachment
 from chairlift.errors import InvalidRequest
 
 
@@ -30,9 +31,10 @@ def only_types(field: str, *known: str) -> BeforeValidator:
 
 def _known_type(field: str, *known: str) -> Callable[[object], object]:
     def check(value: object) -> object:
-        if isinstance(value, dict) and type_of(value) not in known:
+        if isinstance(value, dict) and (given := type_of(value)) not in known:
+            why = ", because this server reads text only" if is_attachment(given) else ""
             raise InvalidRequest(
-                f"{field}: type {repr(type_of(value))[:80]} is not supported; known here: {', '.join(known)}", field
+                f"{field}: type {repr(given)[:80]} is not supported{why}; known here: {', '.join(known)}", field
             )
         return value
 

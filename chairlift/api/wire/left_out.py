@@ -40,6 +40,11 @@ class Attachment(Body):
         return f"[{self.kind} left out: this model reads text only]"
 
 
+def is_attachment(type_given: object) -> bool:
+    """Returns true for the type of an image, of a document or of another part that is no text."""
+    return isinstance(type_given, str) and type_given in _KINDS
+
+
 def attachments(*types: str) -> dict[str, type[Body]]:
     """The class for attachments of these types, for `by_type`."""
     return dict.fromkeys((each for each in _KINDS if each in types), Attachment)

@@ -23,7 +23,8 @@ class GroupedWeight:
 
     An element is `scale * value + offset`, or with a table `scale * table[value] + offset`. Values of 8 bits are int8
     `[out, in]`. Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is in the low half.
-    Scales and offsets are `[out, in / group_size]`, of any floating dtype.
+    Scales and offsets are `[out, in / group_size]`, of any floating dtype. With steps they are uint8, and stand for so
+    many times the step that they share with neighbours along `in`. Only 4 bits with offsets and no table have steps.
     """
 
     num_bits: int
@@ -31,6 +32,8 @@ class GroupedWeight:
     scales: torch.Tensor
     offsets: torch.Tensor | None = None  # None: they are all zero
     table: torch.Tensor | None = None  # int8 [16]: what values of 4 bits stand for; None: for themselves
+    scale_steps: torch.Tensor | None = None  # float16 [out, n], for n runs of as many scales
+    offset_steps: torch.Tensor | None = None  # likewise; both or neither
 
     def __post_init__(self) -> None:
         if self.num_bits not in (4, 8):
@@ -39,6 +42,11 @@ class GroupedWeight:
             raise ValueError(f"a table is of the {_CODES} values of 4 bits")
         if self.scales.shape[1] < 1 or self.num_inputs % self.scales.shape[1]:
             raise ValueError(f"{self.num_inputs} inputs do not make {self.scales.shape[1]} groups of one size")
+        if self.scale_steps is not None:
+            if self.offset_steps is None or self.offsets is None or self.num_bits != 4 or self.table is not None:
+                raise ValueError("steps are of the scales and offsets of 4 bits without a table")
+            if self.scale_steps.shape != self.offset_steps.shape or self.scales.shape[1] % self.scale_steps.shape[1]:
+                raise ValueError(f"{self.scales.shape[1]} scales do not make runs of one size that share a step")
 
     @property
     def num_outputs(self) -> int:
@@ -53,12 +61,31 @@ class GroupedWeight:
         """Elements that share a scale."""
         return self.num_inputs // self.scales.shape[1]
 
+    @property
+    def scales_per_step(self) -> int:
+        """Scales that share a step; 0: they have none."""
+        return 0 if self.scale_steps is None else self.scales.shape[1] // self.scale_steps.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        parts = (self.values, self.scales, self.offsets, self.scale_steps, self.offset_steps)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def without_steps(self) -> Self:
+        """The same numbers, with scales and offsets in float32 if they had steps."""
+        if self.scale_steps is None or self.offset_steps is None or self.offsets is None:
+            return self
+        scales, offsets = _times(self.scales, self.scale_steps), _times(self.offsets, self.offset_steps)
+        return replace(self, scales=scales, offsets=offsets, scale_steps=None, offset_steps=None)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[out, in]`: computed in float32, then rounded once."""
+        plain = self.without_steps()
         grouped = self._integers().view(self.num_outputs, -1, self.group_size)
-        exact = grouped * self.scales.float()[..., None]
-        if self.offsets is not None:
-            exact += self.offsets.float()[..., None]
+        exact = grouped * plain.scales.float()[..., None]
+        if plain.offsets is not None:
+            exact += plain.offsets.float()[..., None]
         return exact.flatten(1).to(dtype)
 
     def widened(self) -> Self:
@@ -66,14 +93,14 @@ class GroupedWeight:
         return (
             self
             if self.num_bits == 8
-            else replace(self, num_bits=8, values=self._integers().to(torch.int8), table=None)
+            else replace(self.without_steps(), num_bits=8, values=self._integers().to(torch.int8), table=None)
         )
 
     def regrouped(self, group_size: int) -> Self:
         """The same numbers in smaller groups, of which the present ones are multiples."""
-        num_times = self.group_size // group_size
-        offsets = None if self.offsets is None else self.offsets.repeat_interleave(num_times, dim=1)
-        return replace(self, scales=self.scales.repeat_interleave(num_times, dim=1), offsets=offsets)
+        num_times, plain = self.group_size // group_size, self.without_steps()
+        offsets = None if plain.offsets is None else plain.offsets.repeat_interleave(num_times, dim=1)
+        return replace(plain, scales=plain.scales.repeat_interleave(num_times, dim=1), offsets=offsets)
 
     def rows(self, some: slice) -> Self:
         return self.map_rows(lambda rows: rows[some])
@@ -84,14 +111,24 @@ class GroupedWeight:
 
     def compacted(self) -> Self:
         """The same numbers, with scales and offsets in 16 bits where these lose nothing: many files have so few."""
-        return replace(
-            self, scales=_compacted(self.scales), offsets=None if self.offsets is None else _compacted(self.offsets)
-        )
+        plain = self.without_steps()
+        offsets = None if plain.offsets is None else _compacted(plain.offsets)
+        return replace(plain, scales=_compacted(plain.scales), offsets=offsets)
 
     def map_rows(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """With rows chosen, reordered or zero-padded by a function that treats the rows of every tensor alike."""
-        offsets = None if self.offsets is None else arrange(self.offsets)
-        return replace(self, values=arrange(self.values), scales=arrange(self.scales), offsets=offsets)
+
+        def arranged(rows: torch.Tensor | None) -> torch.Tensor | None:
+            return None if rows is None else arrange(rows)
+
+        return replace(
+            self,
+            values=arrange(self.values),
+            scales=arrange(self.scales),
+            offsets=arranged(self.offsets),
+            scale_steps=arranged(self.scale_steps),
+            offset_steps=arranged(self.offset_steps),
+        )
 
     def _integers(self) -> torch.Tensor:
         """float32 `[out, in]`"""
@@ -99,6 +136,12 @@ class GroupedWeight:
             return self.values.float()
         values = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
         return values.float() if self.table is None else self.table.float()[values.int()]
+
+
+def _times(counts: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """float32 `[out, n]`: each run of counts times its step."""
+    runs = counts.float().view(*steps.shape, -1)
+    return (runs * steps.float()[..., None]).flatten(1)
 
 
 def _compacted(numbers: torch.Tensor) -> torch.Tensor:
@@ -193,6 +236,8 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """
     if len({weight.group_size for weight in weights}) > 1:
         raise ValueError("matrices with groups of different sizes cannot be stacked")
+    if len({weight.scales_per_step for weight in weights}) > 1:
+        weights = [weight.without_steps() for weight in weights]
     tables = {None if weight.table is None else tuple(weight.table.tolist()) for weight in weights}
     if len(tables) > 1 or len({weight.num_bits for weight in weights}) > 1:
         weights = [weight.widened() for weight in weights]
@@ -202,4 +247,7 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
             [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights]
         )
     values, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("values", "scales"))
-    return GroupedWeight(weights[0].num_bits, values, scales, offsets, weights[0].table)
+    steps: list[torch.Tensor | None] = [None, None]
+    if weights[0].scale_steps is not None:
+        steps = [torch.cat([getattr(each, name) for each in weights]) for name in ("scale_steps", "offset_steps")]
+    return GroupedWeight(weights[0].num_bits, values, scales, offsets, weights[0].table, *steps)

@@ -50,9 +50,14 @@ class Linear(nn.Linear):
 
     @property
     def grouped(self) -> GroupedWeight | None:
-        """The weight if it is in groups, which the kernels multiply as they are; then there is no `weight`."""
+        """The weight if it is in groups, which the kernels multiply as they are; then there is no `weight`.
+
+        Without steps, which those of GPUs do not know.
+        """
         if callable(self._taken):
             self._taken = self._taken()
+        if isinstance(self._taken, GroupedWeight):
+            self._taken = self._taken.without_steps()
         return self._taken if isinstance(self._taken, GroupedWeight) else None
 
     def load_weight(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
@@ -127,8 +132,7 @@ class RowTable(Embedding):
         """Memory that the rows take."""
         if (grouped := self._grouped) is None:
             return self.weight.nbytes
-        parts = (grouped.values, grouped.scales, grouped.offsets)
-        return sum(part.nbytes for part in parts if part is not None)
+        return grouped.num_bytes
 
     def look_up(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """int64 `[T]` -> `[T, features]`"""

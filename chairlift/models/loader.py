@@ -25,14 +25,13 @@ from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, Mo
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
 from chairlift.models.side_by_side import compute_each
-from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader
+from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, count_scale_bytes
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
 
 logger = logging.getLogger(__name__)
 
-_NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16, whatever the file has
 _ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
 
 
@@ -236,8 +235,7 @@ def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
         # The widest of each, since they are stacked.
         num_bytes += size * max(each.num_bits for each in stored) // 8
-        scale_bytes = max(each.scale_bytes for each in stored) if is_on_gpu else _NATIVE_SCALE_BYTES
-        num_bytes += size // stored[0].group_size * max(each.num_scales for each in stored) * scale_bytes
+        num_bytes += count_scale_bytes(stored, size // stored[0].group_size, is_on_gpu=is_on_gpu)
     return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 
 

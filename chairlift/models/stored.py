@@ -16,6 +16,7 @@ from chairlift.models.safetensors_header import TensorPlace, read_places
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _ROWS_COMPARED = 4096
+_NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16 if they are numbers, and steps in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,23 @@ class GroupFormat:
     group_size: int
     scale_bytes: int  # of a scale, and of an offset
     has_offsets: bool = False
+    scales_per_step: int = 0  # native code has scales as bytes, and so many share a step of 16 bits; 0: as numbers
 
     @property
     def num_scales(self) -> int:
         """Counts the scale and the offset of a group."""
         return 1 + self.has_offsets
+
+
+def count_scale_bytes(formats: Sequence[GroupFormat], num_groups: int, *, is_on_gpu: bool) -> int:
+    """Counts the bytes of scales and offsets when matrices of these formats are stacked: the widest of each."""
+    num_scales = num_groups * max(each.num_scales for each in formats)
+    if is_on_gpu:
+        return num_scales * max(each.scale_bytes for each in formats)
+    runs = {each.scales_per_step for each in formats}
+    if runs == {0} or len(runs) > 1:
+        return num_scales * _NATIVE_SCALE_BYTES
+    return num_scales + num_scales // runs.pop() * _NATIVE_SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,43 @@ def test_stacked_matrices_get_the_wider_bits_and_offsets_if_one_has_any(other: G
     assert stack_rows([PLAIN, PLAIN]).offsets is None
 
 
+STEPPED = GroupedWeight(
+    4,
+    torch.tensor([[0x10, 0xF2], [0x88, 0x07]], dtype=torch.uint8),
+    torch.tensor([[3, 0], [63, 255]], dtype=torch.uint8),
+    torch.tensor([[1, 2], [0, 8]], dtype=torch.uint8),
+    scale_steps=torch.tensor([[0.5], [2.0]], dtype=torch.float16),
+    offset_steps=torch.tensor([[-1.0], [-0.25]], dtype=torch.float16),
+)
+
+
+def test_scales_and_offsets_are_multiples_of_the_steps_that_they_share() -> None:
+    assert STEPPED.dequantize().tolist() == [[-1.0, 0.5, -2.0, -2.0], [1008.0, 1008.0, 3568.0, -2.0]]
+    assert (STEPPED.scales_per_step, STEPPED.without_steps().scales_per_step) == (2, 0)
+    assert STEPPED.num_bytes == 4 + 4 + 4 + 4 + 4
+    same = [STEPPED.without_steps(), STEPPED.widened(), STEPPED.regrouped(1), STEPPED.compacted()]
+    assert all(torch.equal(each.dequantize(), STEPPED.dequantize()) for each in same)
+    assert torch.equal(STEPPED.rows(slice(1, 2)).dequantize(), STEPPED.dequantize()[1:])
+
+
+@pytest.mark.parametrize(("other", "per_step"), [(STEPPED, 2), (FOUR_BITS, 0), (EIGHT_BITS, 0)])
+def test_stacked_matrices_keep_steps_if_all_have_them(other: GroupedWeight, per_step: int) -> None:
+    both = stack_rows([STEPPED, other])
+    assert both.scales_per_step == per_step
+    assert torch.equal(both.dequantize(), torch.cat((STEPPED.dequantize(), other.dequantize())))
+
+
+def test_steps_that_are_not_of_4_bits_with_offsets_are_refused() -> None:
+    values, counts = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 3, dtype=torch.uint8)
+    steps = torch.ones(2, 1, dtype=torch.float16)
+    with pytest.raises(ValueError, match="steps are of the scales and offsets of 4 bits"):
+        GroupedWeight(8, values, counts, counts, scale_steps=steps, offset_steps=steps)
+    with pytest.raises(ValueError, match="3 scales do not make runs of one size"):
+        GroupedWeight(
+            4, values.view(torch.uint8), counts, counts, scale_steps=steps.repeat(1, 2), offset_steps=steps.repeat(1, 2)
+        )
+
+
 def test_what_makes_no_matrix_is_refused() -> None:
     values, scales = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 4)
     with pytest.raises(ValueError, match="4 or 8 bits, not 5"):

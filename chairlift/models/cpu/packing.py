@@ -42,8 +42,10 @@ class PackedMatrix:
     bias: torch.Tensor | None  # float32 [padded out]
     num_bits: int
     group_size: int = 0
-    scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units
+    scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units or steps
     offsets: torch.Tensor | None = None  # likewise
+    steps: torch.Tensor | None = None  # float16 [padded out / 16, 2 runs, 16], of a run's scales, then of its offsets
+    scales_per_step: int = 0
     units: torch.Tensor | None = None  # float32 [padded out]
     table: torch.Tensor | None = None  # uint8 [16]: bytes that values of 4 bits stand for
 
@@ -59,7 +61,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix
 def pack_grouped(
     weight: GroupedWeight, bias: torch.Tensor | None = None, *, has_byte_scales: bool = False
 ) -> PackedMatrix:
-    """Packs the same integers. Scales and offsets keep the precision of float16, at any magnitude.
+    """Packs the same integers. Scales and offsets keep the precision of float16, at any magnitude; steps stay.
 
     `has_byte_scales`: they fit into bytes, as those of `quantize` with 4 bits do. ValueError for groups that are no
     multiple of 32.
@@ -68,6 +70,8 @@ def pack_grouped(
         raise ValueError(f"the kernels multiply groups of 32, 64, 96, ... weights, not of {weight.group_size}")
     if weight.table is not None and weight.offsets is not None:
         weight = weight.widened()
+    if weight.scale_steps is not None and weight.offset_steps is not None:
+        return _pack_with_steps(weight, torch.stack((weight.scale_steps, weight.offset_steps), dim=2), bias)
     scales = weight.scales.float()
     offsets = None if weight.offsets is None else weight.offsets.float()
     if weight.num_bits == 4 and weight.table is None:
@@ -92,8 +96,26 @@ def pack_grouped(
         weight.group_size,
         _by_panel(_in_units(scales, units, dtype)),
         None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
-        pad_rows(units, LANES),
-        None if weight.table is None else weight.table.view(torch.uint8) ^ 128,
+        units=pad_rows(units, LANES),
+        table=None if weight.table is None else weight.table.view(torch.uint8) ^ 128,
+    )
+
+
+def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+    """Packs a matrix as it is. `steps`: float16 `[out, runs, 2]`, of scales and offsets."""
+    assert weight.offsets is not None, "a matrix with steps has offsets"
+    return PackedMatrix(
+        _panels_of(weight),
+        weight.num_outputs,
+        weight.num_inputs,
+        _bias(bias),
+        weight.num_bits,
+        weight.group_size,
+        _by_panel(weight.scales),
+        _by_panel(weight.offsets),
+        _by_panel(steps.flatten(1)),
+        weight.scales_per_step,
+        pad_rows(torch.full((weight.num_outputs,), 1 / 16), LANES),  # the kernels see 16 times the value
     )
 
 

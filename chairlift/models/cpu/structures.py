@@ -11,8 +11,8 @@ class Matrix(ctypes.Structure):
         *((name, c_void_p) for name in ("panels", "bias")),
         *((name, c_int64) for name in ("columns", "depth")),
         *((name, c_void_p) for name in ("scales", "offsets", "units")),
-        *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits")),
-        ("table", c_void_p),
+        *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits", "scales_per_step")),
+        *((name, c_void_p) for name in ("steps", "table")),
         *((name, c_void_p) for name in ("residual_panels", "residual_scales", "residual_offsets", "residual_units")),
         ("first_residual", c_int64),
     ]

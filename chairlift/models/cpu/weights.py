@@ -191,7 +191,7 @@ class NativeWeights:
     def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
         """`residual`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
-        places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias", "table")}
+        places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "steps", "bias", "table")}
         if residual is not None:
             places |= {f"residual_{name}": self._keep(getattr(residual, name)) for name in parts}
         return Matrix(
@@ -200,6 +200,7 @@ class NativeWeights:
             num_bits=matrix.num_bits,
             group_size=matrix.group_size,
             scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
+            scales_per_step=matrix.scales_per_step,
             first_residual=0 if residual is None else matrix.num_outputs - residual.num_outputs,
             **places,
         )

@@ -3,11 +3,11 @@
 Blocks become weights in groups of 32. Their layouts are those of ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A decoder takes blocks as uint8 `[n, bytes]` and
 returns groups: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4 bits), scales and offsets
-`[n, elements / 32]`.
+`[n, elements / 32]`, and the steps of these `[n, 1]` if it has some.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -37,6 +37,11 @@ class _Groups:
     values: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    scale_steps: torch.Tensor | None = None
+    offset_steps: torch.Tensor | None = None
+
+
+_PARTS = tuple(field.name for field in fields(_Groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class _Blocks:
     scale_dtype: torch.dtype = torch.float16
     has_offsets: bool = False
     table: torch.Tensor | None = None
+    has_steps: bool = False  # scales and offsets are counts of a step for each block
 
 
 def format_of(kind: Kind) -> GroupFormat | None:
@@ -55,7 +61,8 @@ def format_of(kind: Kind) -> GroupFormat | None:
     if kind in PLAIN:
         return None
     blocks = _BLOCKS[kind]
-    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets)
+    scales_per_step = GGML_QUANT_SIZES[kind][0] // GROUP_SIZE if blocks.has_steps else 0
+    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets, scales_per_step)
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
@@ -68,26 +75,33 @@ def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
 
 def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
     """Reads a matrix of blocks, some rows at a time."""
-    blocks, block_bytes = _BLOCKS[info.kind], GGML_QUANT_SIZES[info.kind][1]
+    blocks, (block_elements, block_bytes) = _BLOCKS[info.kind], GGML_QUANT_SIZES[info.kind]
     num_outputs, num_inputs = info.shape
-    values_of = torch.uint8 if blocks.num_bits == 4 else torch.int8
-    values = torch.empty(num_outputs, num_inputs * blocks.num_bits // 8, dtype=values_of)
-    scales = torch.empty(num_outputs, num_inputs // GROUP_SIZE, dtype=blocks.scale_dtype)
-    offsets = torch.empty_like(scales) if blocks.has_offsets else None
+    num_groups, num_steps = num_inputs // GROUP_SIZE, num_inputs // block_elements
+    scale_dtype = torch.uint8 if blocks.has_steps else blocks.scale_dtype
+    rows = _Groups(
+        torch.empty(
+            num_outputs, num_inputs * blocks.num_bits // 8, dtype=torch.uint8 if blocks.num_bits == 4 else torch.int8
+        ),
+        torch.empty(num_outputs, num_groups, dtype=scale_dtype),
+        torch.empty(num_outputs, num_groups, dtype=scale_dtype) if blocks.has_offsets else None,
+        torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
+        torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
+    )
     step, row_bytes = max(1, _ELEMENTS_AT_ONCE // num_inputs), info.num_bytes // num_outputs
 
     def read_rows(start: int) -> None:
         stop = min(start + step, num_outputs)
-        some = slice(start, stop)
         written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
         groups = blocks.decode(written.view(-1, block_bytes))
-        values[some] = groups.values.reshape(-1, values.shape[1])
-        scales[some] = groups.scales.reshape(-1, scales.shape[1])
-        if offsets is not None and groups.offsets is not None:
-            offsets[some] = groups.offsets.view(-1, scales.shape[1])
+        for name in _PARTS:
+            to, read = getattr(rows, name), getattr(groups, name)
+            if to is not None:
+                to[start:stop] = read.reshape(-1, to.shape[1])
 
     compute_each(read_rows, range(0, num_outputs, step), num_outputs * num_inputs)
-    return GroupedWeight(blocks.num_bits, values, scales, offsets, blocks.table)
+    steps = rows.scale_steps, rows.offset_steps
+    return GroupedWeight(blocks.num_bits, rows.values, rows.scales, rows.offsets, blocks.table, *steps)
 
 
 def _halves(stored: torch.Tensor) -> torch.Tensor:
@@ -143,21 +157,24 @@ def _decode_q8_0(blocks: torch.Tensor) -> _Groups:
 
 def _decode_q4_k(blocks: torch.Tensor) -> _Groups:
     values = _paired(blocks[:, 16:].reshape(-1, 4, 32))  # each 32 bytes: one group, then the next
-    return _Groups(values, *_k_scales(blocks))
+    scales, minima = _k_counts(blocks)
+    return _Groups(values, scales, minima, _halves(blocks[:, :2]), -_halves(blocks[:, 2:4]))
 
 
 def _decode_q5_k(blocks: torch.Tensor) -> _Groups:
     fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8 groups, 32]
     values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
-    return _Groups(values.view(torch.int8), *_k_scales(blocks))
+    scales, minima = _k_counts(blocks)
+    offsets = -_halves(blocks[:, 2:4]).float() * minima
+    return _Groups(values.view(torch.int8), _halves(blocks[:, :2]).float() * scales, offsets)
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets of 8 groups, float32: products of a float16 for all of them and 6 bits for each."""
+def _k_counts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima of 8 groups, uint8 `[n, 8]`: counts of 6 bits, of a step for all of them."""
     low, middle, high = blocks[:, 4:16].view(-1, 3, 4).unbind(1)  # 8 scales and 8 minima of 6 bits in 12 bytes
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1)
-    return _halves(blocks[:, :2]).float() * scales, -_halves(blocks[:, 2:4]).float() * minima
+    return scales, minima
 
 
 def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
@@ -226,7 +243,7 @@ _BLOCKS = {
     Kind.Q4_1: _Blocks(_decode_q4_1, 4, has_offsets=True),
     Kind.Q5_0: _Blocks(_decode_q5_0, 8),
     Kind.Q5_1: _Blocks(_decode_q5_1, 8, has_offsets=True),
-    Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True),
+    Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True, has_steps=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 8),
     Kind.Q2_K: _Blocks(_decode_q2_k, 8),

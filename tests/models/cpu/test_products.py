@@ -32,7 +32,9 @@ FORMATS = {  # bits, group size, whether there are offsets
     "one group": (8, 192, False),
     "MXFP4": (4, 32, False),
     "groups of 64 by a table": (4, 64, False),
+    "Q4_K": (4, 32, True),
 }
+SCALES_PER_STEP = {"Q4_K": 2}  # of 8 in files
 TABLES = {
     "MXFP4": mxfp4.TABLE,
     "groups of 64 by a table": torch.arange(-128, 128, 17, dtype=torch.int8),
@@ -45,6 +47,11 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(0, 256, (VOCAB, num_inputs * num_bits // 8), generator=generator, dtype=torch.uint8)
     shape = VOCAB, num_inputs // group_size
+    if name in SCALES_PER_STEP:
+        counts = [torch.randint(0, 64, shape, generator=generator, dtype=torch.uint8) for _ in range(2)]
+        shape = VOCAB, shape[1] // SCALES_PER_STEP[name]
+        steps = [torch.randn(shape, generator=generator).exp().half() for _ in range(2)]
+        return GroupedWeight(4, values, counts[0], counts[1], scale_steps=steps[0], offset_steps=-steps[1])
     scales = torch.randn(shape, generator=generator).exp().half()
     offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
     if num_bits == 8:

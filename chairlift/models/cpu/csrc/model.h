@@ -15,6 +15,8 @@ struct Matrix {
     const void *scales, *offsets;
     const float* units;
     int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
+    int64_t scales_per_step;
+    const void* steps;      // of scales and offsets, float16; null: these are in units
     const uint8_t* table;  // [16]: bytes that values of 4 bits stand for; null: for themselves
     // The rounding errors of the columns from `first_residual` on, in groups as well; null: they are not kept.
     const void *residual_panels, *residual_scales, *residual_offsets;

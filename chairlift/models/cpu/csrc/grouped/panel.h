@@ -26,6 +26,9 @@
 // Scales and offsets are multiples of their column's unit: float16 or unsigned bytes. As a byte a scale is the byte,
 // and an offset -240 times the byte. (With scales up to 255 units, weights on both sides of 0 need offsets from 0 down
 // to -15 * 16 times as much.)
+//
+// With steps both are bytes: multiples of a step that neighbours along the depth share, which is float16 and itself in
+// units. Steps are [depth / group_size / scales_per_step][2][16] for a panel: those of its scales, then of its offsets.
 #pragma once
 
 #include "../model.h"
@@ -53,13 +56,31 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 
 // How weights are stored and multiplied.
 struct Bytes8 {
     static constexpr int STORED_BITS = 8, BITS = 8;
+    static constexpr bool HAS_STEPS = false;
 };
 struct Halves4 {
     static constexpr int STORED_BITS = 4, BITS = 4;
+    static constexpr bool HAS_STEPS = false;
+};
+struct SteppedHalves4 {
+    static constexpr int STORED_BITS = 4, BITS = 4;
+    static constexpr bool HAS_STEPS = true;
 };
 struct Codes4 {
     static constexpr int STORED_BITS = 4, BITS = 8;
+    static constexpr bool HAS_STEPS = false;
 };
+
+// The steps of some neighbouring scales and offsets of a panel's columns.
+struct Steps {
+    f32x16 scale, offset;
+};
+
+// Those of a panel at `run`, a number over all of its runs and those of the panels before.
+INLINE Steps load_steps(const Matrix& matrix, int64_t run, int64_t ahead = 0) {
+    const int64_t place = run * 2 * LANES;
+    return {load_ahead<half>(matrix.steps, place, ahead), load_ahead<half>(matrix.steps, place + LANES, ahead) * 16.0f};
+}
 
 // The bytes of a table of 16 at the places that the bytes of some words say.
 INLINE u32_register look_up(u32_register places, const uint8_t* table) {
@@ -120,9 +141,15 @@ inline void read_column(const Matrix& matrix, int64_t column, int64_t count, flo
     float scales[LANES], offsets[LANES] = {};
     for (int64_t k = 0; k < count; k++) {
         if (k % matrix.group_size == 0) {
-            const int64_t place = (panel * num_scales + k / matrix.group_size) * LANES;
-            store16(scales, load_scales(matrix, place) * unit);
-            if (matrix.offsets) store16(offsets, load_offsets(matrix, place) * unit);
+            const int64_t group = panel * num_scales + k / matrix.group_size, place = group * LANES;
+            if (matrix.steps) {
+                const Steps steps = load_steps(matrix, group / matrix.scales_per_step);
+                store16(scales, load_ahead<uint8_t>(matrix.scales, place, 0) * steps.scale * unit);
+                store16(offsets, load_ahead<uint8_t>(matrix.offsets, place, 0) * steps.offset * unit);
+            } else {
+                store16(scales, load_scales(matrix, place) * unit);
+                if (matrix.offsets) store16(offsets, load_offsets(matrix, place) * unit);
+            }
         }
         const int64_t word = k / 4;
         int32_t byte = from[(word / words_together * LANES + lane) * 4 + k % 4];

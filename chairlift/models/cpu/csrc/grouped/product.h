@@ -43,6 +43,10 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
     const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
     const char* b = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
+    [[maybe_unused]] const int64_t panel_runs =
+        Format::HAS_STEPS ? panel_scales / LANES / matrix.scales_per_step : 0;
+    [[maybe_unused]] int64_t run = panel * panel_runs, left_of_run = 0;
+    [[maybe_unused]] Steps steps[PANELS] = {};
     int64_t scale = panel * panel_scales, place = 0;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, f32x16{});
@@ -51,9 +55,23 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
 #endif
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
         f32x16 all_scales[PANELS], all_offsets[PANELS] = {};
+        if constexpr (Format::HAS_STEPS) {
+            if (!left_of_run) {
+                for (int p = 0; p < PANELS; p++)
+                    steps[p] = load_steps(matrix, run + p * panel_runs, PANELS * panel_runs * 2 * LANES);
+                left_of_run = matrix.scales_per_step, run++;
+            }
+            left_of_run--;
+        }
         for (int p = 0; p < PANELS; p++) {
-            all_scales[p] = load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales);
-            if (HAS_OFFSETS) all_offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
+            const int64_t at = scale + p * panel_scales, ahead = PANELS * panel_scales;
+            if constexpr (Format::HAS_STEPS) {
+                all_scales[p] = load_ahead<uint8_t>(matrix.scales, at, ahead) * steps[p].scale;
+                all_offsets[p] = load_ahead<uint8_t>(matrix.offsets, at, ahead) * steps[p].offset;
+            } else {
+                all_scales[p] = load_scales(matrix, at, ahead);
+                if (HAS_OFFSETS) all_offsets[p] = load_offsets(matrix, at, ahead);
+            }
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             const uint32_t residuals = a.residuals_of(place, rows);
@@ -91,6 +109,8 @@ static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64
     auto format = multiply_format<Codes4, false>;
     if (matrix.num_bits == 8)
         format = matrix.offsets ? multiply_format<Bytes8, true> : multiply_format<Bytes8, false>;
+    else if (matrix.steps)
+        format = multiply_format<SteppedHalves4, true>;
     else if (!matrix.table)
         format = matrix.offsets ? multiply_format<Halves4, true> : multiply_format<Halves4, false>;
     format(a, rows, matrix, panel, panels, c, ldc);

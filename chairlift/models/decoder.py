@@ -15,7 +15,7 @@ from chairlift.models.attention import Attend
 from chairlift.models.blocks import EMBEDDING, AltUpLayer, DecoderLayer, LayerInputs, Pass, Residual, Streams
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import Embedding, Linear, RMSNorm, RowTable, can_pack, soft_cap
+from chairlift.models.layers import Linear, RMSNorm, RowTable, can_pack, soft_cap
 from chairlift.models.recurrence import Recur
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeTable
@@ -25,7 +25,7 @@ class _Body(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         make_norm = partial(RMSNorm, eps=config.rms_norm_eps, is_offset=config.has_offset_norms)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = RowTable(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             (DecoderLayer if config.num_streams is None else AltUpLayer)(
                 layer,
@@ -70,8 +70,11 @@ class Decoder(nn.Module):
     def can_keep_groups(self, name: str, *, is_on_gpu: bool) -> bool:
         """Returns true for a matrix that may stay in groups, if the backend multiplies these.
 
-        It is one of which rows are looked up, or a product's. On a GPU nothing but products with all of it may read it.
+        It is one of which rows are looked up, or a product's. On a GPU nothing but products with all of it may read it,
+        and the embedding is numbers, whose rows a graph gathers in one launch.
         """
+        if name == EMBEDDING:
+            return not is_on_gpu
         module, _, leaf = name.rpartition(".")
         own = self.get_submodule(module) if leaf == "weight" else None
         is_multiplied = isinstance(own, Linear) and own.is_whole if is_on_gpu else self.is_product(name)
@@ -82,7 +85,7 @@ class Decoder(nn.Module):
 
         A tied head takes the embedding's matrix, which the embedding then lacks.
         """
-        if name == EMBEDDING:
+        if name == EMBEDDING and self.config.is_tied:
             self._add_tied_head()
             del self.model.embed_tokens.weight
             self.lm_head.load_weight(weight)

@@ -128,11 +128,25 @@ class RowTable(Embedding):
         del self.weight
 
     @property
+    def grouped(self) -> GroupedWeight | None:
+        """The rows if they are in groups; then there is no `weight`."""
+        return self._grouped
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the rows take."""
         if (grouped := self._grouped) is None:
             return self.weight.nbytes
         return grouped.num_bytes
+
+    def let_go(self) -> torch.Tensor | GroupedWeight:
+        """Returns the rows, and drops them."""
+        if (grouped := self._grouped) is not None:
+            self._grouped = None
+            return grouped
+        weight = self.weight.detach()
+        del self.weight
+        return weight
 
     def look_up(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """int64 `[T]` -> `[T, features]`"""

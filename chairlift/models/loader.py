@@ -48,9 +48,9 @@ def load_model(
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
-    groups, so those of products stay as they are stored; on a GPU but for those of experts, and an embedding that is
-    also the head. `reads_late`: the backend packs one matrix of a product at a
-    time and then frees it, so each is read only when it is packed.
+    groups, so those of products and embeddings stay as they are stored; on a GPU but for those of experts, and
+    embeddings. `reads_late`: the backend packs one matrix of a product at a time and then frees it, so each is read
+    only when it is packed.
     """
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
@@ -221,8 +221,8 @@ def _log_widened(
     ]
     if widened:
         logger.info(
-            "%s become %s: an embedding is not multiplied, and what is stacked for a product must have groups of one"
-            " size, a multiple of %d",
+            "%s become %s: what is stacked for a product must have groups of one size, a multiple of %d, and a GPU has"
+            " embeddings as numbers",
             *(_listed(widened), dtype, GROUP_ALIGNMENT),
         )
 

@@ -27,7 +27,7 @@ from chairlift.models.blocks import Cut, Part
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.layers import Embedding, RMSNorm
+from chairlift.models.layers import RMSNorm, RowTable
 from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader, fill
 
 _HOST = "127.0.0.1"  # where Gloo listens
@@ -187,7 +187,7 @@ class _WeightsPart:
         return _Span(1 if cut is Cut.COLUMNS else 0, whole_length, length, spans)
 
 
-class _SpreadEmbedding(Embedding):
+class _SpreadEmbedding(RowTable):
     """An embedding whose rows are divided evenly among the ranks."""
 
     def __init__(self, rows: torch.Tensor, group: Group) -> None:

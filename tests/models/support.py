@@ -14,7 +14,7 @@ from chairlift.errors import CheckpointError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import Linear
+from chairlift.models.layers import Linear, RowTable
 
 MAX_SEQ_LEN = 32
 
@@ -57,9 +57,10 @@ def refusal(path: Path | str, read: Callable[[str], object] = load) -> str:
 
 
 def groups_of(model: Decoder) -> list[GroupedWeight]:
-    """What its products keep in groups."""
-    return [module.grouped for module in model.modules() if isinstance(module, Linear) and module.grouped is not None]
+    """What its products and its embeddings keep in groups."""
+    modules = (module for module in model.modules() if isinstance(module, Linear | RowTable))
+    return [module.grouped for module in modules if module.grouped is not None]
 
 
 def num_bytes(groups: list[GroupedWeight]) -> int:
-    return sum(part.nbytes for each in groups for part in (each.values, each.scales, each.offsets) if part is not None)
+    return sum(each.num_bytes for each in groups)

@@ -20,13 +20,15 @@ from chairlift.engine.execution.resolver import MachineFacts, resolve
 from chairlift.errors import CheckpointError
 from chairlift.models import open_checkpoint
 from chairlift.models.checkpoint import find_model
+from chairlift.models.cpu import CpuDecoder
 from chairlift.models.gguf import open_gguf, read_tensor
 from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.loader import grouped_size
-from tests.models.support import groups_of, linear, load, num_bytes, refusal
+from tests.models.support import MAX_SEQ_LEN, groups_of, linear, load, num_bytes, refusal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, finish, new_writer, write_model
+from tests.support.kernels import needs_kernels
 
 LEGACY = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
 EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
@@ -83,6 +85,7 @@ def read_blocks(path: Path, kind: Kind, num_rows: int = 37) -> tuple[GroupedWeig
 def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind, num_rows: int) -> None:
     read, expected = read_blocks(tmp_path / "blocks.gguf", kind, num_rows)
     assert (read.num_bits, read.group_size) == (NUM_BITS.get(kind, 8), 32)
+    assert read.scales_per_step == (8 if kind is Kind.Q4_K else 0)
     assert torch.equal(read.dequantize(), expected)
 
 
@@ -114,7 +117,7 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
     path = write_model(model, tmp_path / "file" / "model.gguf", Kind.Q4_0)
     kept, plain = load(path, keeps_groups=True), load(path)
     assert kept.lm_head.grouped is not None
-    assert hasattr(kept.model.embed_tokens, "weight") is not is_tied
+    assert not hasattr(kept.model.embed_tokens, "weight")
     query = linear(kept, "1.self_attn.qkv_proj").grouped
     assert query is not None
     assert torch.equal(query.dequantize(), linear(plain, "1.self_attn.qkv_proj").weight)
@@ -123,6 +126,17 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
     assert size is not None
     assert size.num_bytes == num_bytes(groups_of(kept))
     assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in groups_of(kept))
+
+
+@needs_kernels
+def test_blocks_of_four_bits_with_steps_take_little_more_than_in_their_file(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, **{**SHAPE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    path = write_model(model, tmp_path / "file" / "model.gguf", Kind.Q4_K)
+    size = grouped_size(open_checkpoint(str(path)))
+    assert size is not None
+    assert size.num_bytes * 8 == size.num_parameters * 4.625
+    decoder = CpuDecoder(load(path, DType.BFLOAT16, keeps_groups=True), MAX_SEQ_LEN)
+    assert size.num_bytes < decoder.weight_bytes < size.num_bytes + 2**16  # norms and tables of rope, beside them
 
 
 def test_groups_become_numbers_where_nothing_multiplies_them(valid: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,9 +159,8 @@ def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog
     assert linear(loaded, "0.self_attn.qkv_proj").grouped is None
     assert linear(loaded, "1.self_attn.qkv_proj").grouped is not None
     assert (
-        "model.embed_tokens.weight, model.layers.0.self_attn.qkv_proj.weight become float32: an embedding is not"
-        " multiplied, and what is stacked for a product must have groups of one size, a multiple of"
-        " 32"
+        "model.layers.0.self_attn.qkv_proj.weight become float32: what is stacked for a product must have groups of one"
+        " size, a multiple of 32, and a GPU has embeddings as numbers"
     ) in caplog.messages
 
 

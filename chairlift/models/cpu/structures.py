@@ -143,7 +143,7 @@ class Model(ctypes.Structure):
         ("num_sublayers", c_int64),
         ("sublayers", POINTER(Sublayer)),
         *((name, c_void_p) for name in ("final_norm", "embedding")),
-        ("head", Matrix),
+        *((name, Matrix) for name in ("embedding_groups", "head")),
         ("layer_inputs", LayerInputs),
         ("streams", Streams),
     ]

@@ -41,6 +41,15 @@ class NativeWeights:
         config, self._dtype = model.config, model.dtype
         self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
         head = self._matrix(model.lm_head, is_head=True)
+        embedding, groups = None, Matrix()
+        if not config.is_tied:
+            rows = model.model.embed_tokens.let_go()
+            if isinstance(rows, GroupedWeight):
+                groups = self._place(pack_grouped(rows))
+            else:
+                embedding = self._keep(rows)
+            del rows
+        del model.model.embed_tokens  # the last reference to a tied head, which is packed now
         self._rotations = {
             key: Rotation(self._keep(rope_table(*key, max_seq_len)), table.shape[-1])
             for key, table in model.ropes.items()
@@ -52,8 +61,6 @@ class NativeWeights:
         self.first_sublayers = list(accumulate(map(len, layers), initial=0))
         """The number of each layer's first sublayer, and of all sublayers."""
         sublayers = (Sublayer * self.first_sublayers[-1])(*(each for layer in layers for each in layer))
-        embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
-        del model.model.embed_tokens  # the last reference to a tied head, which is packed now
         self.layer_inputs = model.model.layer_inputs
         """Makes the beginning of what layers get of tokens beside the stream; None: they get nothing."""
         self.model = Model(
@@ -68,6 +75,7 @@ class NativeWeights:
             sublayers=sublayers,
             final_norm=self.norm(model.model.norm),
             embedding=embedding,
+            embedding_groups=groups,
             head=head,
             layer_inputs=self._layer_inputs(),
             streams=self._streams(model),

@@ -137,15 +137,17 @@ def test_a_row_with_what_is_no_number_spoils_itself_only(name: str, value: float
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
+def test_an_embedding_in_groups_and_a_tied_head_are_those_of_numbers_to_the_bit(name: str, isa: str) -> None:
     weight = random_weight(name, 192)
-    tied, untied = (make_model(replace(BASE, hidden_size=192, is_tied=is_tied)) for is_tied in (True, False))
+    tied, untied, grouped = (make_model(replace(BASE, hidden_size=192, is_tied=each)) for each in (True, False, False))
     untied.model.embed_tokens.weight.copy_(weight.dequantize())
+    grouped.model.embed_tokens.load_weight(weight)
     del tied.model.embed_tokens.weight
-    for model in (tied, untied):
+    for model in (tied, untied, grouped):
         model.lm_head.load_weight(weight)
     rows = [Row(0, [0, 15, 16, 100, 260])]
-    assert torch.equal(*(cpu_bench(model, isa=isa).run(rows)[0] for model in (tied, untied)))
+    expected, *others = (cpu_bench(model, isa=isa).run(rows)[0] for model in (tied, untied, grouped))
+    assert all(torch.equal(each, expected) for each in others)
 
 
 def test_matrices_of_one_model_may_differ_in_format() -> None:

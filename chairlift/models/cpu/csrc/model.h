@@ -204,8 +204,8 @@ struct Model {
     int64_t num_sublayers;
     const Sublayer* sublayers;  // of all layers, in order
     const float* final_norm;
-    const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
-    Matrix head;
+    const void* embedding;  // [vocab, hidden]; null: it is the columns of the next, or without columns, of the head
+    Matrix embedding_groups, head;
     LayerInputs layer_inputs;
     Streams streams;
 };

@@ -94,7 +94,9 @@ template <class T, class W> struct Stream {
             const T* from = static_cast<const T*>(model.embedding) + token * hidden;
             for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]) * scale;
         } else {
-            if (is_plain<W>(model.head))
+            if (model.embedding_groups.columns)
+                read_column(model.embedding_groups, token, hidden, to, static_cast<const Group*>(nullptr));
+            else if (is_plain<W>(model.head))
                 read_column(model.head, token, hidden, to, static_cast<const T*>(nullptr));
             else
                 read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForCausalLM
 
-from chairlift import LLM
+from chairlift import LLM, SamplingParams
 from chairlift.engine.text.embedding import EmbeddingConfig
 from chairlift.engine.text.relevance import CosineRelevance, Pair
-from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.prompt_work import Pooling
 from tests.engine.support import GREEDY, PROMPTS, make_llm, make_tiny_checkpoint
@@ -82,6 +82,37 @@ def test_poolings_and_prompts_are_those_of_the_files(tiny: str, tmp_path: Path) 
         assert [each.num_cached_tokens for each in named] == [0]
         with pytest.raises(InvalidRequest, match="has no prompt 'passage', only document, query"):
             llm.embed("snail", prompt_name="passage")
+
+
+def test_texts_may_be_as_long_as_the_files_say_and_chats_longer(tiny: str, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny, tmp_path / "made")
+    write_modules(directory, LIBRARY + "Transformer", LIBRARY + "Pooling", pooling={"pooling_mode": "mean"})
+    write_json(directory / "sentence_bert_config.json", {"max_seq_length": 8, "do_lower_case": False})
+    write_json(directory / "config_sentence_transformers.json", {"prompts": {"query": "of: "}})
+    text = "of: snail"
+    with make_llm(str(directory)) as llm:
+        for refused in (lambda: llm.embed("snail", prompt_name="query"), lambda: llm.score("a", [text])):
+            with pytest.raises(ContextLengthExceeded, match=r"length is 8 tokens.* resulted in 9 tokens, 1 too many"):
+                refused()
+        assert llm.generate(text, GREEDY)[0].prompt_token_ids == [*text.encode()]
+        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=-1)
+        kept = llm.inputs.prepare("r", text, params, task=llm.inputs.embedding.task)
+        assert bytes(kept.prompt_token_ids) == b"f: snail"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_seq_length": 8, "do_lower_case": True}, "do_lower_case is not supported"),
+        ({"max_seq_length": "long"}, "max_seq_length 'long' is no number of tokens"),
+        ({"max_seq_length": 0}, "max_seq_length 0 is no number of tokens"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_modules(tmp_path, "Transformer")
+    write_json(tmp_path / "sentence_bert_config.json", given)
+    with pytest.raises(CheckpointError, match=said):
+        EmbeddingConfig.read(tmp_path)
 
 
 def test_the_end_token_is_appended_if_the_tokenizer_says_so(tiny: str, tmp_path: Path) -> None:

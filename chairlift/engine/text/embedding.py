@@ -1,8 +1,9 @@
 """Makes vectors of what a model computes of texts, as the checkpoint's own files specify it.
 
-These are the files of sentence-transformers: modules.json says which hidden states become the vector, and
-config_sentence_transformers.json which prompts precede texts. A GGUF file has the first in its metadata. Without either
-a vector is the last hidden state of the last token. Vectors have length one unless a caller wants otherwise.
+These are the files of sentence-transformers: modules.json says which hidden states become the vector,
+sentence_bert_config.json how long a text may be, and config_sentence_transformers.json which prompts precede texts. A
+GGUF file has the first in its metadata. Without them a vector is the last hidden state of the last token. Vectors have
+length one unless a caller wants otherwise.
 """
 
 import re
@@ -40,20 +41,23 @@ class EmbeddingConfig:
     pooling: Pooling = Pooling.LAST
     prompts: Mapping[str, str] = field(default_factory=dict)  # texts that precede others, by name
     default_prompt: str | None = None  # the name of the one for texts without
+    max_seq_length: int | None = None  # tokens of a text with its prompt; None: as many as the model takes
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads a checkpoint's files. CheckpointError if they ask for what is not supported."""
         if is_gguf(path):
             return cls(_pooling_of_gguf(path))
-        poolings = [_read_pooling(folder) for kind, folder in read_modules(path) if kind == "Pooling"]
+        modules = dict(read_modules(path))
+        pooling = _read_pooling(modules["Pooling"]) if "Pooling" in modules else Pooling.LAST
+        longest = _read_max_seq_length(modules["Transformer"]) if "Transformer" in modules else None
         given = read_json(path / "config_sentence_transformers.json")
         prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
             raise CheckpointError(f"{path}: prompts of config_sentence_transformers.json are no texts")
         if default is not None and default not in prompts:
             raise CheckpointError(f"{path}: default_prompt_name {shown(default)} names none of the prompts")
-        return cls(poolings[0] if poolings else Pooling.LAST, prompts, default)
+        return cls(pooling, prompts, default, longest)
 
     @property
     def task(self) -> PoolTask:
@@ -145,6 +149,18 @@ def _read_pooling(folder: Path) -> Pooling:
     if given.get("include_prompt", True) is not True and _POOLINGS[mode] is Pooling.MEAN:
         raise CheckpointError(f"{folder}: a mean without the prompt (include_prompt) is not supported")
     return _POOLINGS[mode]
+
+
+def _read_max_seq_length(folder: Path) -> int | None:
+    """Reads the limit of a transformer module's config. CheckpointError if the config wants letters made small."""
+    file = folder / "sentence_bert_config.json"
+    given = read_json(file)
+    if given.get("do_lower_case"):
+        raise CheckpointError(f"{file}: do_lower_case is not supported")
+    longest = given.get("max_seq_length")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise CheckpointError(f"{file}: max_seq_length {shown(longest)} is no number of tokens")
+    return longest
 
 
 def _pooling_of_gguf(path: Path) -> Pooling:

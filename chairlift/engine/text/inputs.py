@@ -124,7 +124,8 @@ class InputProcessor:
         uses_defaults = config.generation_config is GenerationDefaults.AUTO
         defaults = CheckpointDefaults.read(config.model, path) if uses_defaults else CheckpointDefaults()
         self.embedding = EmbeddingConfig.read(path)
-        self.relevance = read_relevance(config.model, path, self.tokenizer, self.embedding, self.max_seq_len)
+        self._max_text_len = min(self.max_seq_len, self.embedding.max_seq_length or self.max_seq_len)
+        self.relevance = read_relevance(config.model, path, self.tokenizer, self.embedding, self._max_text_len)
         self._eos_token_ids = find_end_tokens(path, self.tokenizer, vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
@@ -151,10 +152,12 @@ class InputProcessor:
         params = params or self.default_params
         if params.n > self._capacity:
             raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
-        token_ids = self._truncate(self._tokenize(prompt, params, param), params)
+        # What vectors and scores are made of may have a limit of its own: what the model was trained to make them of.
+        most = self._max_text_len if task is not None and task.is_all else self.max_seq_len
+        token_ids = self._truncate(self._tokenize(prompt, params, param, most), params, most)
         # Where as much is kept of the prompt as leaves room for max_tokens, a limit that leaves none is a mistake.
         clamps = text_options.clamps_max_tokens and params.truncate_prompt_tokens != -1
-        max_tokens = self._check_lengths(token_ids, params, param, clamps)
+        max_tokens = self._check_lengths(token_ids, params, param, clamps, most)
         self._check_vocabulary(token_ids, param)
         prepared = self._prepare_params(params)
         if params.logprobs is not None or params.prompt_logprobs is not None:
@@ -265,18 +268,17 @@ class InputProcessor:
         possible = [token for token in token_ids if token < self._vocab_size]
         return params.model_copy(update={"stop_token_ids": [*params.stop_token_ids, *possible]}) if possible else params
 
-    def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str) -> list[int]:
+    def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str, most: int) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; give at least one character", param)
-            most, keeps_end = self.max_seq_len, params.truncates_prompt
-            return self.tokenizer.encode(prompt, param=param, max_tokens=most, keeps_end=keeps_end)
+            return self.tokenizer.encode(prompt, param=param, max_tokens=most, keeps_end=params.truncates_prompt)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise InvalidRequest("a prompt is a string or a list of token ids", param)
         return prompt
 
-    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
+    def _truncate(self, token_ids: list[int], params: SamplingParams, most: int) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; -1: as leave room in `most`."""
         num_kept = params.truncate_prompt_tokens
         if num_kept is None:
             return token_ids
@@ -284,27 +286,30 @@ class InputProcessor:
             raise InvalidRequest("truncate_prompt_tokens is 0, which leaves no prompt", "truncate_prompt_tokens")
         if num_kept == -1:
             num_for_answer = 1 if params.is_max_tokens_open else params.max_tokens or 0
-            num_kept = max(1, self.max_seq_len - max(num_for_answer, params.min_tokens))
+            num_kept = max(1, most - max(num_for_answer, params.min_tokens))
         return token_ids[-num_kept:]
 
-    def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str, clamps: bool) -> int:
-        """Resolves `max_tokens`, so that it fits beside the prompt. ContextLengthExceeded if that is not possible."""
-        size, room = len(token_ids), self.max_seq_len - len(token_ids)
+    def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str, clamps: bool, most: int) -> int:
+        """Resolves `max_tokens`, so that it fits beside the prompt in `most` tokens.
+
+        ContextLengthExceeded if that is not possible.
+        """
+        size, room = len(token_ids), most - len(token_ids)
         if not size:
             raise InvalidRequest("the prompt is empty; give at least one token", param)
         num_for_answer = 0 if params.max_tokens == 0 else 1
         if room < num_for_answer:
             beside = " beside at least 1 for the answer" if num_for_answer else ""
             what = f"your {param} resulted in {size} tokens, {num_for_answer - room} too many{beside}."
-            excess = PromptExcess(size, self.max_seq_len - num_for_answer)
-            raise too_long(self.max_seq_len, f"{what} Please reduce the length of the {param}.", param, excess)
+            excess = PromptExcess(size, most - num_for_answer)
+            raise too_long(most, f"{what} Please reduce the length of the {param}.", param, excess)
         max_tokens = 0 if params.is_max_tokens_open or clamps else params.max_tokens or 0
         hints = {"max_tokens": "max_tokens, or leave max_tokens out", "min_tokens": "min_tokens"}
         for name, wanted in (("max_tokens", max_tokens), ("min_tokens", params.min_tokens)):
             if wanted > room:
                 what = f"{name} {wanted} does not fit beside the prompt of {size} tokens, which leaves {room}."
                 advice = f"Please reduce the length of the prompt or {hints[name]}."
-                raise too_long(self.max_seq_len, f"{what} {advice}", name)
+                raise too_long(most, f"{what} {advice}", name)
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
         return room if self._max_new_tokens is None else min(max(self._max_new_tokens, params.min_tokens), room)

@@ -21,6 +21,7 @@ from chairlift.errors import CheckpointError
 from chairlift.models import open_checkpoint
 from chairlift.models.checkpoint import find_model
 from chairlift.models.cpu import CpuDecoder
+from chairlift.models.gguf import Kind as StoredKind
 from chairlift.models.gguf import open_gguf, read_tensor
 from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
@@ -49,6 +50,11 @@ def valid(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Blocks
+
+
+def test_types_are_those_of_the_package_gguf() -> None:
+    theirs = {kind.name: (kind.value, size) for kind, size in GGML_QUANT_SIZES.items()}
+    assert {kind.name: (kind.value, kind.block) for kind in StoredKind} == theirs
 
 
 def random_blocks(kind: Kind, num_rows: int, num_blocks: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

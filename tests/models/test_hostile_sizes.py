@@ -14,6 +14,7 @@ import torch
 
 from chairlift.errors import CheckpointError
 from chairlift.models import open_checkpoint
+from chairlift.models.gguf import Kind as StoredKind
 from chairlift.models.gguf import blocks, open_gguf, read_tensor
 from chairlift.models.safetensors_header import read_places
 from tests.models.support import edit, read_config, refusal, write_config
@@ -163,13 +164,13 @@ def test_a_file_that_becomes_shorter_within_a_tensor_is_named(tmp_path: Path, mo
     writer.add_tensor("output.weight", rows, raw_dtype=Kind.Q8_0)
     finish(writer)
     info = open_gguf(path).tensors["output.weight"]
-    decode = blocks._BLOCKS[Kind.Q8_0].decode
+    decode = blocks._BLOCKS[StoredKind.Q8_0].decode
 
     def cut_the_file(written: torch.Tensor) -> Any:
         os.truncate(path, info.offset + 100)
         return decode(written)
 
-    monkeypatch.setitem(blocks._BLOCKS, Kind.Q8_0, replace(blocks._BLOCKS[Kind.Q8_0], decode=cut_the_file))
+    monkeypatch.setitem(blocks._BLOCKS, StoredKind.Q8_0, replace(blocks._BLOCKS[StoredKind.Q8_0], decode=cut_the_file))
     with pytest.raises(CheckpointError, match="has become shorter while it was read; load it again"):
         read_tensor(info)
 

@@ -1,7 +1,8 @@
 """GGUF files: their headers (`header`), their tensors (`blocks`), what their names and numbers mean (`families`)."""
 
-from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
+from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
 from chairlift.models.gguf.header import GGUFFile, TensorInfo, is_gguf, is_gguf_name, open_gguf, parts_of
+from chairlift.models.gguf.kinds import Kind
 
 __all__ = [
     "PLAIN",

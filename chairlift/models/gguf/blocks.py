@@ -10,16 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from chairlift.models import mxfp4
 from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
+from chairlift.models.gguf.kinds import Kind
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupFormat
-
-Kind = GGMLQuantizationType
 
 GROUP_SIZE = 32
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -61,7 +59,7 @@ def format_of(kind: Kind) -> GroupFormat | None:
     if kind in PLAIN:
         return None
     blocks = _BLOCKS[kind]
-    scales_per_step = GGML_QUANT_SIZES[kind][0] // GROUP_SIZE if blocks.has_steps else 0
+    scales_per_step = kind.block.num_elements // GROUP_SIZE if blocks.has_steps else 0
     return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets, scales_per_step)
 
 
@@ -75,9 +73,9 @@ def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
 
 def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
     """Reads a matrix of blocks, some rows at a time."""
-    blocks, (block_elements, block_bytes) = _BLOCKS[info.kind], GGML_QUANT_SIZES[info.kind]
+    blocks, block = _BLOCKS[info.kind], info.kind.block
     num_outputs, num_inputs = info.shape
-    num_groups, num_steps = num_inputs // GROUP_SIZE, num_inputs // block_elements
+    num_groups, num_steps = num_inputs // GROUP_SIZE, num_inputs // block.num_elements
     scale_dtype = torch.uint8 if blocks.has_steps else blocks.scale_dtype
     rows = _Groups(
         torch.empty(
@@ -93,7 +91,7 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
     def read_rows(start: int) -> None:
         stop = min(start + step, num_outputs)
         written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
-        groups = blocks.decode(written.view(-1, block_bytes))
+        groups = blocks.decode(written.view(-1, block.num_bytes))
         for name in _PARTS:
             to, read = getattr(rows, name), getattr(groups, name)
             if to is not None:

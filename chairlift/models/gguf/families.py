@@ -17,9 +17,10 @@ from chairlift.models.blocks import Part
 from chairlift.models.config import ModelConfig
 from chairlift.models.families import FAMILIES
 from chairlift.models.gguf.architectures import ARCHITECTURES, Architecture
-from chairlift.models.gguf.blocks import PLAIN, READABLE, Kind, format_of, read_tensor
+from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.header import GGUFFile, TensorInfo
+from chairlift.models.gguf.kinds import Kind
 from chairlift.models.gguf.stacked import is_stack, unstack
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.rearranged import split_halves

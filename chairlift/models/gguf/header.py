@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from chairlift.errors import CheckpointError, named, shown
+from chairlift.models.gguf.kinds import Kind
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -38,7 +38,7 @@ class TensorInfo:
     """Describes a tensor as the header does. Its bytes are within the file."""
 
     shape: tuple[int, ...]  # the outermost dimension first, as in torch
-    kind: GGMLQuantizationType
+    kind: Kind
     path: Path
     offset: int  # bytes from the beginning of the file
     num_bytes: int
@@ -137,7 +137,7 @@ def _unique(items: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _tensor_place(cursor: "_Cursor") -> tuple[str, tuple[tuple[int, ...], GGMLQuantizationType, int]]:
+def _tensor_place(cursor: "_Cursor") -> tuple[str, tuple[tuple[int, ...], Kind, int]]:
     name = cursor.text()
     (num_dimensions,) = cursor.numbers("I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -145,13 +145,13 @@ def _tensor_place(cursor: "_Cursor") -> tuple[str, tuple[tuple[int, ...], GGMLQu
     shape = cursor.numbers("Q" * num_dimensions)[::-1]
     kind, offset = cursor.numbers("IQ")
     try:
-        return name, (shape, GGMLQuantizationType(kind), offset)
+        return name, (shape, Kind(kind), offset)
     except ValueError:
         raise ValueError(f"tensor {named(name)} is of type {kind}, which is not known") from None
 
 
-def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-    num_elements, num_bytes = GGML_QUANT_SIZES[kind]  # of a block
+def _num_bytes(name: str, shape: tuple[int, ...], kind: Kind) -> int:
+    num_elements, num_bytes = kind.block
     if min(shape) < 1 or shape[-1] % num_elements:
         raise ValueError(f"tensor {named(name)} of shape {list(shape)} cannot be of type {kind.name}")
     return math.prod(shape) // num_elements * num_bytes

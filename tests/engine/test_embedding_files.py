@@ -22,6 +22,7 @@ from chairlift.prompt_work import Pooling
 from tests.engine.support import GREEDY, PROMPTS, make_llm, make_tiny_checkpoint
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import write_model
+from tests.support.gguf_rerankers import write_reranker
 
 LIBRARY = "sentence_transformers.models."
 """Where the types of modules were in older versions of sentence-transformers."""
@@ -169,6 +170,32 @@ def test_a_reranker_scores_by_its_answer(tmp_path: Path) -> None:
             assert score.score == pytest.approx(expected, abs=1e-5)
         again = llm.score("a snail", documents[:1], instruction="find it")
         assert again[0].score == pytest.approx(llm.score("a snail", documents, instruction="find it")[0].score)
+
+
+@torch.inference_mode()
+def test_a_gguf_file_with_rows_for_two_words_is_a_reranker(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "made", tie_word_embeddings=True, max_position_embeddings=512)
+    path, tokens = write_reranker(model, tmp_path / "model.gguf")
+    with make_llm(str(path), max_seq_len=512) as llm:
+        pairs = [Pair("a snail", document) for document in ("a house", "the north wind")]
+        scores = [score.score for score in llm.score("a snail", [pair.document for pair in pairs])]
+        prompts = llm.inputs.relevance.compare(pairs).prompts
+        expected = [model(torch.tensor([prompt])).logits[0, -1, tokens].softmax(dim=0)[0].item() for prompt in prompts]
+        assert scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"noise": 1.0}, r"cls\.output\.weight differs from the head's rows for \['yes', 'no'\]"),
+        ({"labels": ["yes", "perhaps"]}, "classifier.output_labels must be two tokens"),
+    ],
+)
+def test_a_head_of_its_own_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "made", tie_word_embeddings=True)
+    path, _ = write_reranker(model, tmp_path / "model.gguf", **wrong)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(str(path))
 
 
 def test_a_decoder_of_another_name_compares_vectors(tiny: str) -> None:

@@ -2,7 +2,7 @@
 
 A reranker is a model that was trained to answer with one of two words whether a document fits a query. Its score is the
 probability of the first word, if only these two can follow. A checkpoint of sentence-transformers' says that it is one
-(LogitScore); Qwen3-Reranker's own is like any decoder's, so that its name tells.
+(LogitScore), and so does a GGUF file; Qwen3-Reranker's own is like any decoder's, so that its name tells.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from chairlift.engine.text.defaults import read_json
 from chairlift.engine.text.embedding import EmbeddingConfig, read_modules, vector_of
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest, shown
-from chairlift.models.gguf import is_gguf
+from chairlift.models.gguf import is_gguf, label_tokens, open_gguf
 from chairlift.prompt_work import LabelLogits, LabelTask, PromptResult, PromptTask
 
 _RERANKER = "reranker"
@@ -134,16 +134,23 @@ def read_relevance(
 
     CheckpointError if its files ask for what is not supported.
     """
-    labels = None if is_gguf(path) else next((f for kind, f in read_modules(path) if kind == "LogitScore"), None)
-    if labels is not None:
-        given = read_json(labels / "config.json")
-        yes, no = given.get("true_token_id"), given.get("false_token_id")
-        if type(yes) is not int or type(no) is not int:
-            raise CheckpointError(f"{labels}: true_token_id {shown(yes)} and false_token_id {shown(no)} must be tokens")
-    else:
-        yes, no = (tokenizer.backend.token_to_id(word) for word in (_YES, _NO))
-        if _RERANKER not in f"{model}/{path.name}".lower() or yes is None or no is None:
-            return CosineRelevance(embedding)
-    template = tokenizer.chat_template
-    is_templated = labels is not None and '"document"' in template.replace("'", '"')
+    stated = _stated_labels(path)
+    yes, no = stated or (tokenizer.backend.token_to_id(word) for word in (_YES, _NO))
+    if (stated is None and _RERANKER not in f"{model}/{path.name}".lower()) or yes is None or no is None:
+        return CosineRelevance(embedding)
+    is_templated = stated is not None and '"document"' in tokenizer.chat_template.replace("'", '"')
     return LabelRelevance(tokenizer, yes, no, is_templated, max_seq_len)
+
+
+def _stated_labels(path: Path) -> tuple[int, int] | None:
+    """Returns the tokens of yes and of no that a checkpoint's files state; None: they state none."""
+    if is_gguf(path):
+        return label_tokens(open_gguf(path))
+    folder = next((folder for kind, folder in read_modules(path) if kind == "LogitScore"), None)
+    if folder is None:
+        return None
+    given = read_json(folder / "config.json")
+    yes, no = given.get("true_token_id"), given.get("false_token_id")
+    if type(yes) is not int or type(no) is not int:
+        raise CheckpointError(f"{folder}: true_token_id {shown(yes)} and false_token_id {shown(no)} must be tokens")
+    return yes, no

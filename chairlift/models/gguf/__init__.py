@@ -3,6 +3,7 @@
 from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
 from chairlift.models.gguf.header import GGUFFile, TensorInfo, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.kinds import Kind
+from chairlift.models.gguf.labels import label_tokens
 
 __all__ = [
     "PLAIN",
@@ -13,6 +14,7 @@ __all__ = [
     "format_of",
     "is_gguf",
     "is_gguf_name",
+    "label_tokens",
     "open_gguf",
     "parts_of",
     "read_tensor",

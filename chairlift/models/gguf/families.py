@@ -21,6 +21,7 @@ from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.header import GGUFFile, TensorInfo
 from chairlift.models.gguf.kinds import Kind
+from chairlift.models.gguf.labels import LABELS_FIELD, LABELS_HEAD, label_tokens
 from chairlift.models.gguf.stacked import is_stack, unstack
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.rearranged import split_halves
@@ -89,6 +90,8 @@ def describe_gguf(file: GGUFFile) -> Config:
     config = architecture.extend(config, fields)
     for name in _BY_LAYER:
         del config[name]
+    if label_tokens(file) is not None:
+        fields.any(LABELS_FIELD, None)
     fields.refuse_leftover()
     return config
 
@@ -271,4 +274,4 @@ class GGUFWeights:
     def _is_skipped(self, name: str) -> bool:
         layer = _OF_A_LAYER.match(name)
         is_guessing = layer is not None and int(layer[1]) >= self._config.num_layers
-        return name in _ROPE_TENSORS or is_guessing or name.startswith(self._unread)
+        return name in (*_ROPE_TENSORS, LABELS_HEAD) or is_guessing or name.startswith(self._unread)

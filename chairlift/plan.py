@@ -29,6 +29,11 @@ class Grammar(Protocol):
         """False while its row must be skipped because the mask for its next token is late."""
         ...
 
+    @property
+    def keeps_pace(self) -> bool:
+        """Returns true if its masks take less than a step, so that a row may be planned while a token is pending."""
+        ...
+
     def foresee(self) -> Sequence[int] | None:
         """Returns likely next tokens, because the grammar allows no other text; None: no guess can be verified now.
 

@@ -63,6 +63,7 @@ class EngineCore:
             speculation=self._speculation,
             saved=self._saved,
         )
+        self.scheduler.placement.has_other_ranks = config.tensor_parallel_size > 1
         self._is_steps_auto = config.max_steps_per_launch == "auto"
         self._journal = Journal(self.scheduler, saved=self._saved)
         ready = self.config

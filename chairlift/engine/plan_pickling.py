@@ -19,6 +19,7 @@ class GuidedElsewhere:
     """Stands for a grammar whose masks another process applies; the row is sampled as if it had them."""
 
     is_ready = True
+    keeps_pace = False  # the newest token is right in that process only
 
     def foresee(self) -> None:
         """Another process guesses."""

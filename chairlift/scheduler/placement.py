@@ -43,6 +43,7 @@ class Placement:
         """`saved`: prefixes that can be read from disk; None: there are none."""
         self._slots = slots
         self._foreign = slots.claimed  # claimed for other purposes
+        self.has_other_ranks = False  # which sample as well, without the masks of grammars
         self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
         self._index = PrefixIndex()
         self._owners: dict[int, RequestState] = {}
@@ -87,6 +88,8 @@ class Placement:
         self.restoring.note_owner(slot, num_reused)
         request.slot = slot
         request.is_recurrent = self._slots.states is not None
+        if request.grammar is not None and (request.is_recurrent or self.has_other_ranks):
+            request.needs_newest_token = True  # a state cannot return from another token, and those ranks have another
         if self.states is not None:
             self.states.begin(request)
             if num_reused:

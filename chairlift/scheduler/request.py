@@ -117,8 +117,10 @@ class _Progress:
     repetition: RepetitionWatch | None = None
     drafter: Drafter | None = None  # None: nothing is guessed
     may_end_early: bool = False  # before the newest token that was computed for it
-    # Whether the host derives from the newest token what may come next. If so, the row cannot be planned before that
-    # token is known, and launches have one step while it runs, because it could use only the first token of several.
+    # Whether the host derives from each token what may come next. If so, launches have one step while it runs, because
+    # it could use only the first token of several. Masks of a grammar are applied after the forward pass, so the row
+    # goes on from a pending token all the same, unless it needs the newest one to be planned.
+    needs_each_token: bool = False
     needs_newest_token: bool = False
     has_rules: bool = False  # its work may say something of its tokens so far
     is_paused: bool = False  # it gets no tokens for now, because its reader lags far behind
@@ -129,6 +131,7 @@ class _Progress:
     num_reused: int = 0  # of those computed: found in the slot, or copied into it
     num_pending: int = 0
     num_launches: int = 0  # launches in flight that write to the slot
+    is_stuck: bool = False  # a row of it got no token, so rows in flight that go on from that one get none either
     num_tokens_placed: int = 0  # tokens that it had when it got its slot
     num_held: int = 0  # tokens that its slot has memory for
     guess: Guess = NO_GUESS  # the newest one that is verified
@@ -203,7 +206,8 @@ class RequestState(_Progress):
         except Exception as error:  # a grammar's, for instance: other requests continue
             self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
-        self.needs_newest_token = self.grammar is not None or follows_text
+        self.needs_each_token = self.grammar is not None or follows_text
+        self.needs_newest_token = follows_text
         if request.new_drafter is not None and not follows_text:
             self.drafter = request.new_drafter()
         self.has_rules = self.token_filter is not None or self.params.has_penalty
@@ -295,9 +299,14 @@ class RequestState(_Progress):
     @property
     def can_be_planned(self) -> bool:
         """Returns true unless it needs a pending token or a late mask, or is known to end."""
-        if self.grammar is not None and not self.grammar.is_ready:
+        grammar = self.grammar
+        if grammar is not None and not grammar.is_ready:
             return False
-        return not self.num_pending or (not self.needs_newest_token and self.num_remaining > 0 and not self.is_yielding)
+        if not self.num_pending:
+            return True
+        if self.needs_newest_token or self.is_stuck or self.is_yielding or self.num_remaining <= 0:
+            return False
+        return grammar is None or grammar.keeps_pace
 
     @property
     def is_ready(self) -> bool:
@@ -316,6 +325,7 @@ class RequestState(_Progress):
             if self.is_prompt_only and result.error is None and self.num_done == self.num_prompt_tokens:
                 self.contents.sampled()  # as good as: what came last was made of all that was computed before
                 self.finish_reason = FinishReason.LENGTH
+        self.is_stuck = result.is_late and self.num_pending > 0
         if result.is_late:
             self.has_counts = False  # the tokens that do not count may be among them
             return []

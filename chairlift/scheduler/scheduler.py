@@ -8,9 +8,9 @@
   preempted: it returns to the queue with its tokens, and resumes when there is room. The oldest row never is, and no
   request is admitted while memory is short, so that every request finishes.
 - A launch has several steps if no request waits or is in prefill, and no row's tokens are needed one by one.
-- A step may be planned while the tokens of the one before are pending. A row whose next token needs a mask from the
-  host (a grammar, bad words) skips that step. A row that turns out to have ended was planned once too often: its
-  surplus tokens are dropped, and its slot is released once no launch writes to it.
+- A step may be planned while the tokens of the one before are pending. A row skips that step if the host must know
+  its newest token to plan the next (bad words, or a grammar with slow masks). A row that turns out to have ended was
+  planned once too often: its surplus tokens are dropped, and its slot is released once no launch writes to it.
 """
 
 import time
@@ -34,7 +34,7 @@ from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
 _MAX_EXPIRED = 256  # requests ended in a step: each takes some ten microseconds, and thousands may be due at once
 _NO_RESULT = RowResult()
-_needs_newest_token = attrgetter("needs_newest_token")
+_needs_each_token = attrgetter("needs_each_token")
 
 
 class Scheduler:
@@ -154,7 +154,7 @@ class Scheduler:
         step.go_on(begun, self.placement, 0)
         if self.speculation is not None and step.decode:
             self.speculation.add_guesses(step, self.placement)
-        is_alone = not (step.num_prompt_tokens or len(self.waiting) or any(map(_needs_newest_token, self.running)))
+        is_alone = not (step.num_prompt_tokens or len(self.waiting) or any(map(_needs_each_token, self.running)))
         return step.finish(self.max_steps if is_alone else 1, self._slots.max_seq_len)
 
     def advance(self, plan: StepPlan) -> StepPlan:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from chairlift import LLM, AsyncLLM, SamplingParams
-from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
+from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.engine.text.inputs import Generation
 from chairlift.errors import InvalidRequest

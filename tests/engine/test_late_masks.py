@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.sampling import masks as masks_module
+from chairlift.engine.sampling import pending_masks
 from chairlift.engine.sampling.compiled_grammar import GrammarLimits
-from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
+from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.text.grammar import CompilerLimits, GrammarCompiler
 from chairlift.params import StructuredOutputs
 from tests.engine import test_overlap
@@ -44,7 +45,7 @@ class Lateness:
             self.num_late += len(late)
 
         self._monkeypatch.setattr(PendingMasks, "_settle", settle_late)
-        self._monkeypatch.setattr(masks_module, "_MAX_PATIENCE_S", 0.0)
+        self._monkeypatch.setattr(pending_masks, "_MAX_PATIENCE_S", 0.0)
 
 
 @pytest.fixture
@@ -171,11 +172,12 @@ def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM, monkeyp
     ],
     ids=["tokens", "masks"],
 )
+@pytest.mark.parametrize("num_ahead", [0, 1])
 def test_a_grammar_that_becomes_too_costly_ends_its_request_alone_with_the_reason(
-    tiny: str, limits: dict[str, int], grammar: StructuredOutputs
+    tiny: str, limits: dict[str, int], grammar: StructuredOutputs, num_ahead: int
 ) -> None:
     params = WORDS.model_copy(update={"structured_outputs": grammar, "max_tokens": 150, "logit_bias": MUCH_A})
-    with make_llm(tiny) as llm, grammars_limited(llm, parser_limits(**limits)):
+    with make_llm(tiny, ahead(num_ahead)) as llm, grammars_limited(llm, parser_limits(**limits)):
         output, free = llm.generate(["hi", "free"], [params, GREEDY])
         error = output.outputs[0].error
         assert error is not None

@@ -18,6 +18,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.parts import Pacing
+from chairlift.engine.sampling import pending_masks
 from chairlift.params import RepetitionDetection, StructuredOutputs
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Request
@@ -85,6 +86,22 @@ def test_the_next_launch_begins_before_the_tokens_of_the_one_before_are_taken(ti
     with make_llm(tiny, ahead(1), max_steps_per_launch=1) as llm, hooked(llm, note):
         llm.generate("hi", greedy(max_tokens=4))
     assert order == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
+def test_a_row_under_a_grammar_is_in_every_launch_beside_others(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("_MIN_PATIENCE_S", "_MAX_PATIENCE_S"):
+        monkeypatch.setattr(pending_masks, bound, 60.0)
+    num_rows: list[int] = []
+
+    def note(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        num_rows.append(len(plan.rows))
+        return launch(plan)
+
+    structured = greedy(structured_outputs=StructuredOutputs(regex="[a-z]{99}"), max_tokens=20)
+    with make_llm(tiny, ahead(1)) as llm, hooked(llm, note):
+        outputs = llm.generate(["hi", "so"], [greedy(max_tokens=20, ignore_eos=True), structured])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [20, 20]
+    assert num_rows == [2] * 20
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2])

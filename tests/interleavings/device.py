@@ -6,8 +6,8 @@ overwritten with junk as soon as no work on the slots is pending, so stale conte
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import Logprob
@@ -32,6 +32,7 @@ from tests.interleavings.violation import Violation, require
 NO_MEMORY, NO_NUMBER = "the device ran out of memory", "its logits are not numbers"
 WHOLE = 2**31  # pooled numbers are those beyond multiples of this
 _NO_TOKEN = 0
+_UNMASKED = -3  # a token that was sampled for a row whose mask was late
 
 
 @dataclass(slots=True)
@@ -42,6 +43,17 @@ class Launch:
     results: list[RowResult]
     is_out_of_memory: bool = False
 
+    def num_coming(self, name: str) -> int:
+        """Counts the tokens that it brings a request."""
+        rows = zip(self.plan.rows, self.results, strict=True)
+        return sum(len(result.token_ids) for row, result in rows if row.key.tag == name)
+
+    @property
+    def void_slots(self) -> set[int]:
+        """The slots of rows that go on from tokens which do not count."""
+        rows = zip(self.plan.rows, self.results, strict=True)
+        return {row.slot for row, result in rows if result.is_late and ON_DEVICE in row.input_ids}
+
 
 @dataclass(frozen=True, slots=True)
 class Masks:
@@ -49,6 +61,7 @@ class Masks:
 
     late: tuple[str, ...] = ()
     short: str = ""
+    coming: Mapping[str, int] = field(default_factory=dict)  # by request: tokens that launches in flight bring it
 
 
 class Device:
@@ -97,18 +110,30 @@ class Device:
     def compute(
         self, plan: StepPlan, ledger: SlotLedger, epoch: int, placed: dict[str, int], masks: Masks
     ) -> list[RowResult]:
-        """Computes a plan. `placed`: each request's epoch. `masks`: those that come too late in this launch."""
+        """Computes a plan. `placed`: each request's epoch. `masks`: those that come too late in this launch.
+
+        A row that goes on from a token which was sampled without its mask writes junk, and gets none.
+        """
         results = []
         for index, row in enumerate(plan.rows):
             case = self.scope.cases[row.key.tag]
+            if ON_DEVICE in row.input_ids and self.newest[row.slot] == _UNMASKED:
+                require(not self.states.numbers, f"{case.name} spoils its recurrent state")
+                self._write(row, plan.num_steps, JUNK)
+                results.append(RowResult(is_late=True))
+                continue
             self._check_reads(plan, index, case, placed[case.name])
+            self._check_mask(row, case, masks)
             require(
                 row.start + row.num_new_tokens + plan.num_steps - 1 <= ledger.budget.limits[row.slot],
                 f"{case.name} writes beyond the memory of slot {row.slot}",
             )
             inputs, drawn = self._compute_row(row, plan.num_steps, epoch)
             self.states.advance(plan, index, case, inputs, placed[case.name], epoch)
-            results.append(self._result_of(row, drawn, masks))
+            result = self._result_of(row, drawn, masks)
+            if drawn:
+                self.newest[row.slot] = _UNMASKED if result.is_late else drawn[-1]
+            results.append(result)
         return results
 
     def run_out_of_memory(self, plan: StepPlan) -> list[RowResult]:
@@ -178,7 +203,6 @@ class Device:
         require(
             NAN not in contents[end:], f"{case.name} computes in slot {row.slot} before NaN, which masks do not stop"
         )
-        self._check_mask(row, case)
         require(row.num_new_tokens > 0, f"{case.name} has a row without tokens")
         assert plan.reservation is not None
         require(plan.reservation.lengths[index] == row.start, f"{case.name} starts elsewhere than the books say")
@@ -187,11 +211,15 @@ class Device:
             if self.contents[shared.slot][: shared.num_tokens] != wanted[: shared.num_tokens]:
                 self._explain(shared.slot, wanted[: shared.num_tokens], f"{case.name} reads slot {shared.slot}")
 
-    def _check_mask(self, row: RowPlan, case: Case) -> None:
-        """Checks that the mask of a row is its own, and that of its next token."""
+    def _check_mask(self, row: RowPlan, case: Case, masks: Masks) -> None:
+        """Checks that the mask of a row is its own, and that of its next token.
+
+        It is applied once the grammar has consumed the tokens of the launches before.
+        """
         grammar = row.key.grammar
         if isinstance(grammar, CountingGrammar) and row.is_sampled:
-            require(row.num_output_tokens == grammar.num_taken, f"{case.name} gets the mask of another token")
+            num_consumed = grammar.num_taken + masks.coming.get(case.name, 0)
+            require(row.num_output_tokens == num_consumed, f"{case.name} gets the mask of another token")
 
     def _explain(self, slot: int, wanted: "array[int]", message: str) -> None:
         for position, number in enumerate(wanted):
@@ -219,8 +247,6 @@ class Device:
             contents[position], epochs[position] = number, epoch
             if row.is_sampled and position >= first_sampled:
                 drawn.append(next_token(number))
-        if drawn:
-            self.newest[row.slot] = drawn[-1]
         return inputs, drawn
 
     def _result_of(self, row: RowPlan, drawn: list[int], masks: Masks) -> RowResult:

@@ -73,6 +73,8 @@ class CountingGrammar:
     It may say that it allows nothing but certain tokens next, which it finds out once it was asked for the first time.
     """
 
+    keeps_pace = True
+
     def __init__(self, num_tokens: int, forced: dict[int, tuple[int, ...]]) -> None:
         """`forced`: by numbers of tokens of the text, those that come next."""
         self.num_left = num_tokens

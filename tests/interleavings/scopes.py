@@ -157,7 +157,7 @@ STEPS = Scope(
 )
 GRAMMARS = Scope(
     "grammars",
-    (Ask("a", A, 2, has_grammar=True), Ask("b", B, 3, ends_after=2), Ask("c", A, 2, has_grammar=True)),
+    (Ask("a", A, 4, ends_after=3, has_grammar=True), Ask("b", B, 3, ends_after=2), Ask("c", A, 2, has_grammar=True)),
     num_slots=2,
     num_ahead=1,
     num_late=2,

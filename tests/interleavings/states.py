@@ -52,7 +52,8 @@ _LEFT_OUT = {
         # Given by the request.
         *("params", "options", "max_tokens", "min_tokens", "seed", "prompt_task", "eos_token_ids", "end_token_ids"),
         "is_prompt_only",
-        *("num_prompt_tokens", "key", "token_filter", "repetition", "needs_newest_token", "has_rules", "drafter"),
+        *("num_prompt_tokens", "key", "token_filter", "repetition", "has_rules", "drafter"),
+        *("needs_each_token", "needs_newest_token"),
         *("num_cached_tokens", "num_drafted", "num_accepted"),  # only told to clients
         "guess",  # set for each row that has one, and read when its launch is over
     },

@@ -8,7 +8,7 @@ import pytest
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, SharedPrefix
-from chairlift.plan import RowResult, SlotCopy, StepPlan
+from chairlift.plan import RowPlan, RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import RequestState, Scheduler, TokenEvent
 from chairlift.scheduler import finding as finding_module
 from chairlift.scheduler.placement import Placement
@@ -159,9 +159,16 @@ def keep_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixIndex, "__contains__", lambda *_: True)
 
 
-def plan_ahead(patch: pytest.MonkeyPatch) -> None:
-    """A row is planned while the token is pending that its mask depends on."""
-    patch.setattr(RequestState, "can_be_planned", property(lambda self: self.num_remaining > 0))
+def never_settle(patch: pytest.MonkeyPatch) -> None:
+    """A row goes on from a token that was sampled without its mask, and so do those that follow it."""
+    record = RequestState.record
+
+    def record_alone(self: RequestState, row: RowPlan, result: RowResult) -> list[int]:
+        kept = record(self, row, result)
+        self.is_stuck = False
+        return kept
+
+    patch.setattr(RequestState, "record", record_alone)
 
 
 def trust_grammars(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +199,7 @@ DEFECTS = [
     (forget_too_little, FORGETTING, "is copied, though it was forgotten"),
     (answer_prompts, PROMPTS, "b hears"),
     (keep_all, APART, "a slot is warm though nothing is reused"),
-    (plan_ahead, GRAMMARS, "gets the mask of another token"),
+    (never_settle, GRAMMARS, "requests starve"),
     (trust_grammars, FORCED, "token 65 is unknown, not token 65 of a"),
     (admit_always, MEMORY, "was given a slot without memory"),
 ]

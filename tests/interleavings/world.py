@@ -176,6 +176,7 @@ class World:
         self.scheduler.check()
         self.device.check(self.ledger)
         in_doubt = {row.slot for each in self.launches if each.is_out_of_memory for row in each.plan.rows}
+        in_doubt = in_doubt.union(*(each.void_slots for each in self.launches))
         running = {request.request_id: request for request in self.scheduler.running}
         for name, client in self.clients.items():
             is_open = client.is_here and not client.has_ended
@@ -280,7 +281,9 @@ class World:
         """Notes which masks are late in a launch. `Impossible` if its rows need none of them."""
         what, _, names = event.partition(" ")
         by_name = {row.key.tag: row for row in plan.rows if row.is_sampled}
-        masks = Masks(late=tuple(names.split())) if what == "late" else Masks(short=names)
+        coming = {name: sum(each.num_coming(name) for each in self.launches) for name in by_name}
+        late, short = (tuple(names.split()), "") if what == "late" else ((), names)
+        masks = Masks(late, short, coming)
         is_needed = not masks.short or (masks.short in by_name and by_name[masks.short].guess)
         if not is_needed or any(name not in by_name for name in masks.late):
             raise Impossible

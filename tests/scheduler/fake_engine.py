@@ -65,7 +65,7 @@ class Words:
 
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)
-        self.is_ready = True
+        self.is_ready = self.keeps_pace = True
 
     def foresee(self) -> None:
         """It says nothing."""

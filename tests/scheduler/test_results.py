@@ -288,13 +288,37 @@ def test_the_surplus_of_a_row_that_had_ended_is_dropped_and_its_slot_comes_back_
     assert tower.begun() == {"b": 3}
 
 
-def test_a_row_that_shows_its_tokens_to_a_grammar_sits_out_once_its_prompt_is_computed_and_others_go_on() -> None:
-    tower = Tower(budget=8).given(("b", 2), ("a", 8, {"grammar": Words(WORD, WORD, WORD)}))
+def test_a_row_under_a_grammar_goes_on_with_a_token_that_is_not_known_yet() -> None:
+    tower = Tower(budget=8, max_steps=4).given(("b", 2), ("a", 8, {"grammar": Words(5, 6, 7)}))
+    assert [tower.begun() for _ in range(4)] == [{"b": 2, "a": 6}, {"b": 1, "a": 2}, *[{"b": 1, "a": 1}] * 2]
+    assert {plan.num_steps for plan in tower.in_flight} == {1}
+    assert [event.new_token_ids for word in ([], [5], [6]) for event in tower.landed(a=word)] == [
+        *([WORD], [WORD], [5], [WORD], [6])
+    ]
+    assert tower.landed(a=[7])[1] == TokenEvent("a", [7], STOPPED)
+
+
+def test_a_row_under_a_slow_grammar_sits_out_once_its_prompt_is_computed_and_others_go_on() -> None:
+    grammar = Words(WORD, WORD, WORD)
+    grammar.keeps_pace = False
+    tower = Tower(budget=8).given(("b", 2), ("a", 8, {"grammar": grammar}))
     assert [tower.begun() for _ in range(3)] == [{"b": 2, "a": 6}, {"b": 1, "a": 2}, {"b": 1}]
     tower.landed()
     assert tower.begun() == {"b": 1}
     tower.landed()
     assert tower.begun() == {"b": 1, "a": 1}
+
+
+def test_rows_in_flight_that_go_on_from_one_that_was_late_are_void_and_it_is_computed_again_after_them() -> None:
+    tower = Tower().given(("a", [7], {"grammar": Words(5, 6)}), ("b", [7])).begin_steps(3)
+    late = RowResult([9], is_late=True)
+    for begun in ({"b": 1}, {"b": 1}, {"b": 1, "a": 1}):
+        tower.landed(a=late)
+        assert tower.begun() == begun
+    request = tower.requests["a"]
+    assert (request.token_ids, request.num_computed, request.num_pending) == ([7], 1, 1)
+    assert [tower.landed() for _ in range(2)] == [[TokenEvent("b", [WORD], None)]] * 2
+    assert tower.landed(a=[5])[0] == TokenEvent("a", [5], None)
 
 
 @pytest.mark.parametrize(("max_seq_len", "max_tokens", "num_steps"), [(64, 8, [1, 4, 3]), (9, 6, [1, 4, 1])])

@@ -151,7 +151,7 @@ def test_slots_are_not_looked_at_again_after_a_preemption() -> None:
 class Forcing:
     """A grammar that takes everything, and says what comes next."""
 
-    is_ready = True
+    is_ready = keeps_pace = True
 
     def __init__(self, *foreseen: Sequence[int] | None) -> None:
         self.foreseen = list(foreseen)

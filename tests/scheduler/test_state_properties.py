@@ -27,7 +27,7 @@ SYSTEM = [number % 50 + 100 for number in range(2600)]
 class AnyText:
     """A grammar that allows everything, and whose masks may be late."""
 
-    is_ready = True
+    is_ready = keeps_pace = True
 
     def foresee(self) -> None:
         """It says nothing."""

@@ -3,7 +3,8 @@
 One launch may have several decode steps. Each passes its sampled tokens to the next on the device, and the tokens of
 all steps are copied to the host together at the end. Nothing in `launch` waits for the device, so that on an
 asynchronous device the next launch can begin before this one's tokens are known: it looks up a row's last token on the
-device, by slot.
+device, by slot. Only masks of grammars that depend on such a token are applied after a wait for it, when the forward
+pass has been launched.
 """
 
 import logging
@@ -22,7 +23,7 @@ from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.mixed import MixedGraphs
 from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
-from chairlift.engine.sampling.masks import PendingMasks
+from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.sampling.prompt_results import PendingResults
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch
 from chairlift.models.attention import BatchMetadata, Forward
@@ -38,7 +39,7 @@ _NO_MEMORY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outputs:
     """A launch's outputs for the host; the rows of a tensor are the places where tokens were sampled."""
 
@@ -46,6 +47,11 @@ class _Outputs:
     logprobs: LogprobTensors | None  # of the places that asked for them, step by step
     prompt_results: PendingResults | None
     sampling: SamplingBatch | None  # None: a graph sampled
+    results: list[RowResult] | None = None  # what was made of them, once they had reached the host
+
+    @property
+    def masks(self) -> PendingMasks | None:
+        return None if self.sampling is None else self.sampling.masks
 
     @classmethod
     def gather(
@@ -74,9 +80,11 @@ class Launch:
     def wait(self) -> list[RowResult]:
         """Waits for the end of the launch; results by row of the plan. Raises the device's error, if any."""
         self.arrival.wait()
-        if self.outputs is not None:
-            return _results_by_row(self.plan, self.outputs)
-        return _results_without_memory(self.plan, is_repeatable=self.is_repeatable)
+        if self.outputs is None:
+            return _results_without_memory(self.plan, is_repeatable=self.is_repeatable)
+        if self.outputs.results is None:  # grammars take their tokens once
+            self.outputs.results = _results_by_row(self.plan, self.outputs)
+        return self.outputs.results
 
 
 class ModelRunner:
@@ -105,6 +113,7 @@ class ModelRunner:
         self._mixed = mixed
         self._is_divided = is_divided
         self._device = cache.devices[0]
+        self._masked: list[Launch] = []  # in flight, with rows under grammars
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
@@ -118,7 +127,11 @@ class ModelRunner:
             outputs = self._try(plan)
             if outputs is None:  # everything that it allocated is free by now
                 torch.cuda.empty_cache()
-            return Launch(plan, outputs, Arrival.mark(self._device), begin, self._cache.states is None)
+            launch = Launch(plan, outputs, Arrival.mark(self._device), begin, self._cache.states is None)
+        if outputs is not None and outputs.masks is not None:
+            self._masked = [each for each in self._masked if each.outputs and each.outputs.results is None]
+            self._masked.append(launch)
+        return launch
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, places: slice) -> torch.Tensor:
@@ -237,6 +250,9 @@ class ModelRunner:
         if isinstance(sampling, GraphSampling):
             assert self._graphs is not None, "it was prepared for them"
             return Sampled(self._graphs.sample(logits, slots, sampling), None)
+        if sampling.masks is not None and sampling.masks.pending:
+            for launch in self._masked:
+                launch.wait()
         sampled = self._sampler.sample(logits, sampling, step)
         self._last_tokens.note(slots, sampled.tokens)
         return sampled
@@ -278,7 +294,7 @@ def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetad
 def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
     """Each row's results, from outputs that have reached the host. Grammars take their tokens before this returns."""
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
-    masks = None if outputs.sampling is None else outputs.sampling.masks
+    masks = outputs.masks
     logprobs = iter(_logprobs_by_place(outputs))
     prompt_results = {} if outputs.prompt_results is None else outputs.prompt_results.to_host()
     results = []

@@ -2,9 +2,8 @@
 
 Between two tokens of a sequence, its grammar takes the first one and computes the mask for the second. How long that
 takes depends on the client's grammar, so none of it happens on the engine's thread or while the GIL is held. A launch
-waits a little for the masks of all its rows together. A row whose mask is late gets no token, is skipped until the mask
-is ready, and is then computed again. Sequences that are slow, by processor time rather than by the clock, have a lane
-of their own, and no launch waits for them.
+waits a little for the masks of its rows (`pending_masks`). Sequences that are slow, by processor time rather than by
+the clock, have a lane of their own, and no launch waits for them.
 
 For rows with a guess, a copy of the matcher advances along it. If the masks after guessed tokens are late, the row gets
 only the one token that does not need them.
@@ -16,25 +15,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Self
 
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chairlift.device import send, to_device
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
-from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
-from chairlift.params import GRAMMAR_LIMIT
-from chairlift.plan import Grammar
 
 logger = logging.getLogger(__name__)
 
-_MIN_PATIENCE_S = 0.005  # for masks after the forward pass, and then for tokens to be taken
-_MAX_PATIENCE_S = 0.05
-_PATIENCE = 0.25  # share of the launch's time so far, within these bounds
 _MAX_MASK_THREADS = 8
 _MAX_FORCED = 64  # forced tokens that are reported at a time
 _JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is abandoned
@@ -55,7 +47,8 @@ class GuessMasks:
 class TokenGrammar:
     """One sequence's state in a grammar.
 
-    The cycle: a mask, a token sampled under it, `MaskThreads.consume`, `advance`; with a guess, several of each.
+    The cycle: a mask, a token sampled under it, `MaskThreads.consume`, `hand_over`, `advance`; with a guess, several
+    of each. The mask for the next token may be applied before `advance`.
 
     After an error, the mask allows no token, so the launch that samples the next one reports the error.
     """
@@ -65,8 +58,10 @@ class TokenGrammar:
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
         self.hit_limit = False  # the error is that the grammar costs too much
-        self.sampled: list[int] = []  # tokens that `MaskThreads.consume` got and `advance` did not yet
+        self.sampled: list[int] = []  # tokens that `MaskThreads.consume` got, and no row's result has yet
         self.is_taken = False  # the matcher has consumed them
+        self.is_stuck = False  # no token can follow that of its newest row, or that row got none
+        self._handed_over: deque[int] = deque()  # tokens in results, which `advance` did not get yet
         self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
         self.compiled = compiled
         self.threads = threads
@@ -85,6 +80,17 @@ class TokenGrammar:
         mask.numpy().view("uint32")[token // 32] = 1 << token % 32
         return mask
 
+    @property
+    def keeps_pace(self) -> bool:
+        """See `plan.Grammar`."""
+        return not self.compiled.is_slow
+
+    def hand_over(self, num_tokens: int) -> None:
+        """Records that a row's result has the first `num_tokens` of the sampled tokens, which have been consumed."""
+        self._handed_over.extend(self.sampled[:num_tokens])
+        del self.sampled[:num_tokens]
+        self.is_stuck = self.is_complete and not self.sampled
+
     def foresee(self) -> Sequence[int] | None:
         """See `plan.Grammar`."""
         self._foresees = True
@@ -92,14 +98,15 @@ class TokenGrammar:
 
     def advance(self, token_id: int) -> bool:
         """See `plan.Grammar`. Submits the token if `MaskThreads.consume` did not get it; waits until it is taken."""
-        if not self.sampled:
-            self.threads.wait(lambda: self.next_mask is not None)
-            self.threads.consume([(self, [token_id])])
-        self.threads.wait(lambda: self.is_taken)
-        if self.sampled[0] != token_id:
-            raise ValueError(f"token {self.sampled[0]} had been taken, not {token_id}")
-        del self.sampled[0]
-        if self.sampled:
+        if not self._handed_over:
+            if not self.sampled:
+                self.threads.wait(lambda: self.next_mask is not None)
+                self.threads.consume([(self, [token_id])])
+            self.threads.wait(lambda: self.is_taken)
+            self.hand_over(len(self.sampled))
+        if (taken := self._handed_over.popleft()) != token_id:
+            raise ValueError(f"token {taken} had been taken, not {token_id}")
+        if self._handed_over or self.sampled:
             return False
         if self.compiled.is_slow:  # without the mask, a launch would compute the row in vain
             self.threads.put_off([self], lambda each: each.next_mask is not None)
@@ -305,86 +312,3 @@ class MaskThreads:
 def _work(lane: _Lane) -> None:
     while (job := lane.get()) is not None:
         job()
-
-
-class PendingMasks:
-    """The masks of the rows of the logits that have a grammar; a guess's rows follow that of its request."""
-
-    def __init__(self, grammars: dict[int, TokenGrammar], guesses: Mapping[int, Sequence[int]]) -> None:
-        """`grammars`, `guesses`: by the first row of a request."""
-        self._grammars = grammars
-        self._threads = next(iter(grammars.values())).threads
-        self._begin = time.perf_counter()
-        self._drafts = {row: self._threads.mask_guess(grammars[row], guess) for row, guess in guesses.items()}
-        self._drafted: dict[int, Sequence[torch.Tensor]] = {}  # the masks after guessed tokens that were in time
-        self.late: set[int] = set()  # rows that get no token in this launch
-
-    @classmethod
-    def of(cls, grammars: Sequence[Grammar | None], guessed: Guessed = NOTHING_GUESSED) -> Self | None:
-        """`grammars`: by row. None if no row has one."""
-        constrained: dict[int, TokenGrammar] = {}
-        guesses: dict[int, Sequence[int]] = {}
-        first = 0
-        for row, grammar in enumerate(grammars):
-            if not isinstance(grammar, TokenGrammar):
-                continue
-            if guessed.get(row):
-                guesses[first] = guessed[row]  # the last row has the whole guess
-            else:
-                first = row
-                constrained[row] = grammar
-        return cls(constrained, guesses) if constrained else None
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Masks those rows of `[N, vocab]` in place with what their grammars allow. Waits for masks if needed."""
-        self._settle(lambda grammar: grammar.mask is not None)
-        self._threads.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
-        masks = {row: each.mask for row, each in self._in_time()}
-        self._drafted = {row: draft.masks for row, draft in self._drafts.items()}
-        for row, drafted in self._drafted.items():
-            masks |= dict(enumerate(drafted, row + 1))
-        present = [mask for mask in masks.values() if mask is not None]
-        if not present:
-            return
-        rows = to_device(list(masks), torch.int64, logits.device)
-        words = send(torch.stack(present), logits.device)
-        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        is_allowed = (words.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
-        logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
-
-    def in_time(self, row: int, drawn: list[int]) -> list[int]:
-        """The tokens that count of those drawn for a request from that row on: all, or the first if masks were late."""
-        return drawn if self._drafted.get(row, True) else drawn[:1]
-
-    def consume(self, sampled: Mapping[int, list[int]]) -> None:
-        """Has the grammars consume the sampled tokens, by row. Waits for them if needed."""
-        new = [(grammar, list(sampled[row])) for row, grammar in self._in_time() if sampled[row]]
-        self._threads.consume(pair for pair in new if not pair[0].sampled)  # a row that was late repeats its tokens
-        self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
-
-    def error_of(self, row: int) -> str | None:
-        """Says why no token can be sampled for a row, if its grammar is the reason."""
-        grammar = self._grammars.get(row)
-        return None if grammar is None or grammar.error is None else f"the grammar failed: {grammar.error}"
-
-    def stop_reason_of(self, row: int) -> str | None:
-        """GRAMMAR_LIMIT if the row's grammar turned out too costly, which the client can change."""
-        grammar = self._grammars.get(row)
-        return GRAMMAR_LIMIT if grammar is not None and grammar.hit_limit else None
-
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for masks."""
-        return min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
-
-    def _in_time(self) -> list[tuple[int, TokenGrammar]]:
-        return [(row, grammar) for row, grammar in self._grammars.items() if row not in self.late]
-
-    def _settle(self, is_done: Callable[[TokenGrammar], bool]) -> None:
-        """Waits a little, though not for slow sequences, and records which are late."""
-        rows = self._in_time()
-        awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
-        self._threads.wait(lambda: all(map(is_done, awaited)), self._patience)
-        if not all(is_done(grammar) for _, grammar in rows):
-            late = self._threads.put_off([grammar for _, grammar in rows], is_done)
-            self.late.update(row for row, grammar in rows if grammar in late)

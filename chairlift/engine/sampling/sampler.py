@@ -17,8 +17,8 @@ from chairlift.device import bring, send, to_device
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch, DrawKind, sample_in_graph
 from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.kernels import SampleRows, find_kernels
-from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
+from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
 from chairlift.plan import ON_DEVICE, RowPlan, SamplingKey, Work
@@ -135,7 +135,7 @@ class Sampler:
         """
         wanting = [place for place, row in enumerate(rows) if row.key.params.logprobs is not None]
         return SamplingBatch(
-            masks=PendingMasks.of([row.key.grammar for row in rows], guessed),
+            masks=_masks_of(rows, guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[rows[place].key.params.logprobs or 0 for place in wanting],
             additions=self._additions(rows, num_steps, guessed),
@@ -234,6 +234,11 @@ class Sampler:
             if isinstance(row.key.token_filter, RuleFilter)
             and (refused := row.key.token_filter.rules.refused_on(self._device)) is not None
         }
+
+
+def _masks_of(rows: Sequence[RowPlan], guessed: Guessed) -> PendingMasks | None:
+    pending = [place for place, row in enumerate(rows) if row.input_ids[-1] == ON_DEVICE]
+    return PendingMasks.of([row.key.grammar for row in rows], guessed, pending)
 
 
 def _may_not_end(row: RowPlan, num_more: int) -> bool:

@@ -4,7 +4,8 @@ A row is divided into parts, so that a single row keeps the whole device busy, a
 launch cannot wait for each other, so each question about a whole row is a launch: every part writes its share of the
 answer, and the parts of the next launch add the shares up, always in the same order. These are the questions:
 
-1. Which logit is the largest, and is one not finite? That is enough for greedy rows.
+1. Which logit is the largest, and is one not finite? That is enough for greedy rows. Bias, masks and penalties are
+   applied at that time, for the rows that ask for them (`peaks`).
 2. Which logit is the k-th largest? How many are at least as large as each of `_WIDTH` bounds tells four bits of it.
 3. Down to which logit do the largest have top-p of the mass that is left? Likewise, with masses instead of counts.
 4. What mass do all logits that are left have, part by part?
@@ -22,7 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.changes import NO_CHANGES, Changes
 from chairlift.kernels.logits import floor_of, knob, limit_of, mass_of, order_of, read, scale
+from chairlift.kernels.peaks import PARTS, TILE, Grid, find_peaks
 
 NUM_KNOBS = 5
 """Rows of a table before its uniform numbers: whether the row draws, temperature, min-p, top-k, top-p."""
@@ -30,9 +33,7 @@ NUM_KNOBS = 5
 _KNOBS = tl.constexpr(NUM_KNOBS)
 _BITS = tl.constexpr(4)  # found by a launch
 _WIDTH = tl.constexpr(16)  # bounds that tell them
-_PARTS = tl.constexpr(64)  # at most; a power of two
-_TILE = tl.constexpr(1024)
-_MOST_BLOCKS = 2048  # more keep the device no busier
+_PARTS, _TILE = PARTS, TILE
 _NUM_ORDER_BITS = {torch.bfloat16: 16}
 _WARPS, _MANY_WARPS = 4, 8
 
@@ -79,24 +80,6 @@ def _whole_mass(
     """Returns the mass that top-k and min-p leave, which the first search by mass has measured."""
     measured = _measured(shares, first_turn, row, num_rows, num_parts)
     return tl.sum(tl.where(tl.arange(0, _WIDTH) == 0, measured, 0.0), 0)
-
-
-@_kernel
-def _find_peaks(
-    logits: tl.tensor, peaks: tl.tensor, bests: tl.tensor, size: tl.tensor, row_stride: tl.tensor,
-    num_parts: tl.tensor, num_tiles: tl.tensor,
-) -> None:  # fmt: skip
-    """Finds each part's largest logit, float32, and the first token that has it, int32."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    peak, best = tl.full([_TILE], -float("inf"), tl.float32), tl.full([_TILE], 0, tl.int32)
-    for tile in range(part * num_tiles, part * num_tiles + num_tiles):
-        at = tile * _TILE + tl.arange(0, _TILE)
-        x = read(logits, row, row_stride, at, size)
-        best = tl.where(x > peak, at, best)
-        peak = tl.maximum(x, peak)
-    top = tl.max(peak, 0)
-    tl.store(peaks + row * num_parts + part, top)
-    tl.store(bests + row * num_parts + part, tl.min(tl.where(peak == top, best, size), 0))
 
 
 @triton.jit
@@ -251,26 +234,12 @@ def _pick(
     tl.store(tokens + row, tl.where(is_valid, token, -1).to(tl.int64))
 
 
-class _Grid(NamedTuple):
-    """Says how rows are divided."""
-
-    num_rows: int
-    num_parts: int
-    num_tiles: int  # of a part
-
-    @classmethod
-    def of(cls, num_rows: int, size: int) -> "_Grid":
-        most = max(1, min(_PARTS.value, _MOST_BLOCKS // num_rows))
-        num_tiles = triton.cdiv(triton.cdiv(size, _TILE.value), most)
-        return cls(num_rows, triton.cdiv(size, num_tiles * _TILE.value), num_tiles)
-
-
 class _Rows(NamedTuple):
     """Holds what all launches read, and what the first one finds."""
 
     logits: torch.Tensor
     table: torch.Tensor
-    grid: _Grid
+    grid: Grid
     peaks: torch.Tensor  # float32 [R, parts]
     bests: torch.Tensor  # int32 [R, parts]
 
@@ -313,27 +282,23 @@ def draw_tokens(
     logits: torch.Tensor,
     table: torch.Tensor | None = None,
     step: torch.Tensor | None = None,
+    changes: Changes = NO_CHANGES,
     *,
     has_cutoffs: bool = False,
 ) -> torch.Tensor:
     """Logits `[R, vocab]` of any float type -> tokens, int64 `[R]`; -1 where a logit is NaN or inf, or all are -inf.
 
     `table`: float64 `[NUM_KNOBS + steps, R]`, the knobs, then uniform numbers; None: all rows are greedy. `step`: int64
-    `[1]` on the device, chooses among the latter. `has_cutoffs`: whether a row may have top-k or top-p. Elements of
-    a row, and the values of a knob, must be adjacent. All is recordable.
+    `[1]` on the device, chooses among the latter. `changes` are made to the logits before. `has_cutoffs`: whether a
+    row may have top-k or top-p. Elements of a row, and the values of a knob, must be adjacent. All is recordable.
     """
     assert logits.stride(1) == 1, "elements of a row must be adjacent"
     assert table is None or table.stride(1) == 1 or table.shape[1] == 1, "a knob's values must be adjacent"
-    num_rows, size = logits.shape
+    num_rows = len(logits)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
         return tokens
-    grid = _Grid.of(num_rows, size)
-    peaks = logits.new_empty((num_rows, grid.num_parts), dtype=torch.float32)
-    bests = torch.empty_like(peaks, dtype=torch.int32)
-    _find_peaks[num_rows, grid.num_parts](
-        logits, peaks, bests, size, logits.stride(0), grid.num_parts, grid.num_tiles, num_warps=_WARPS
-    )
+    logits, grid, peaks, bests = find_peaks(logits, changes)
     rows = _Rows(logits, peaks if table is None else table, grid, peaks, bests)
     limits = masses = peaks  # greedy rows have none
     if table is not None:

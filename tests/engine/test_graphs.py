@@ -19,9 +19,10 @@ from chairlift.engine.execution.recorder import CudaRecorder, Replay
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling, sample_in_graph
-from chairlift.engine.sampling.kernels import SampleRows
+from chairlift.engine.sampling.kernels import SampleChanged
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
+from chairlift.kernels.changes import NO_CHANGES, Changes
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.params import RequestOutput
 from chairlift.prompt_work import ScoreTask
@@ -30,6 +31,7 @@ from tests.engine import support
 from tests.engine.support import ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, Recorder, core_of, make_request, row_of, tokens_of
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
+from tests.support.changes_reference import changed
 from tests.support.checkpoints import random_prompts
 from tests.support.engines import make_core, with_attention
 from tests.support.gpu import needs_gpu, no_waiting
@@ -54,7 +56,7 @@ def graphed(
     num_ahead: int = 0,
     common_sizes: frozenset[int] = ALL_SIZES,
     backend: type[TorchBackend] = TorchBackend,
-    kernels: SampleRows | None = None,
+    kernels: SampleChanged | None = None,
     **config: Any,
 ) -> LLM:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
@@ -151,16 +153,18 @@ def test_kernels_sample_all_rows_from_logits_as_they_are(tiny: str) -> None:
     prompts = (PROMPTS * len(params))[: len(params)]
     seen: set[tuple[DrawKind, torch.dtype]] = set()
 
-    def sample_all(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    def sample_all(
+        logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor, changes: Changes = NO_CHANGES
+    ) -> torch.Tensor:
         seen.add((kind, logits.dtype))
-        return sample_in_graph(logits, kind, table, step)
+        return sample_in_graph(changed(logits, changes), kind, table, step)
 
     with graphed(tiny, None, 1, dtype="bfloat16") as llm:
         expected = tokens_of(llm.generate(prompts, params))
         alone = tokens_of(llm.generate(PROMPTS[:3], GREEDY))
     with graphed(tiny, Recorder(), 1, kernels=sample_all, dtype="bfloat16", max_steps_per_launch=2) as llm:
         assert tokens_of(llm.generate(prompts, params)) == expected
-        assert (DrawKind.TOP, torch.float32) in seen  # beside rows with penalties
+        assert {dtype for _, dtype in seen} == {torch.bfloat16}  # also beside rows with penalties
         seen.clear()
         assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == alone
         assert seen == {(DrawKind.GREEDY, torch.bfloat16)}

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from chairlift.engine.sampling.drawing import DrawBatch, DrawKind, sample_in_graph
 from chairlift.engine.sampling.kernels import sample_by_kernels
-from chairlift.kernels import draw
+from chairlift.kernels import draw, peaks
 from chairlift.kernels.draw import draw_tokens
 from chairlift.params import SamplingParams
 from tests.engine.support import make_request, row_of
@@ -31,7 +31,6 @@ _TURNS = ("turn", "first_turn", "shift", "last_shift")
 
 
 _ALIGNED = {
-    "_find_peaks": ("logits", "peaks", "bests", "size", "row_stride"),
     "_narrow": ("logits", "table", "peaks", "shares", "found", "limits", "size", "row_stride"),
     "_add_up": ("logits", "table", "peaks", "shares", "found", "limits", "masses", "size", "row_stride"),
     "_pick": (
@@ -58,7 +57,6 @@ COMPILATIONS = tuple(
     compilation
     for logits in ("bf16", "fp32")
     for compilation in (
-        _compilation("_find_peaks", 4, logits),
         *(
             _compilation("_narrow", 8, logits, IS_MASS=is_mass, IS_FIRST=is_first)
             for is_mass in (False, True)
@@ -93,7 +91,8 @@ def logits_of(num_rows: int, size: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a large tile as for several small ones of a small vocabulary."""
-    monkeypatch.setattr(draw, "_TILE", tl.constexpr(64))
+    for module, name in ((peaks, "TILE"), (draw, "_TILE")):
+        monkeypatch.setattr(module, name, tl.constexpr(64))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tiles of kernels that were compiled do not change")
@@ -109,7 +108,7 @@ class TestInterpreted:
         assert drawn.tolist() == sample_in_graph(logits, DrawKind.TOP, table, step).tolist()
 
     def test_and_with_few_bits_in_parts_of_several_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(draw, "_MOST_BLOCKS", 12)
+        monkeypatch.setattr(peaks, "_MOST_BLOCKS", 12)
         logits, table = logits_of(12, 110).bfloat16(), table_of(12)
         first = torch.tensor([0])
         drawn = draw_tokens(logits, table, first, has_cutoffs=True)

@@ -9,6 +9,7 @@ import torch
 
 from chairlift.device import on_device
 from chairlift.engine.sampling.drawing import DrawKind
+from chairlift.kernels.changes import NO_CHANGES, Changes
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +22,36 @@ class SampleRows(Protocol):
     ) -> torch.Tensor: ...
 
 
-def sample_by_kernels(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Samples as `drawing.sample_in_graph` does, in a few launches that read the logits as they are."""
+class SampleChanged(Protocol):
+    """Samples rows together, which may ask for changes of their logits."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        kind: DrawKind,
+        table: torch.Tensor,
+        step: torch.Tensor,
+        changes: Changes = NO_CHANGES,
+        /,
+    ) -> torch.Tensor: ...
+
+
+def sample_by_kernels(
+    logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor, changes: Changes = NO_CHANGES, /
+) -> torch.Tensor:
+    """Samples as `drawing.sample_in_graph` does, in a few launches that read the logits as they are.
+
+    The first one makes the changes that rows ask for, so that these do not cost the others theirs.
+    """
     from chairlift.kernels.draw import draw_tokens
 
     if kind is DrawKind.GREEDY:
-        return draw_tokens(logits)
-    return draw_tokens(logits, table, step, has_cutoffs=kind is DrawKind.TOP)
+        return draw_tokens(logits, changes=changes)
+    return draw_tokens(logits, table, step, changes, has_cutoffs=kind is DrawKind.TOP)
 
 
 @functools.cache
-def find_kernels(device: torch.device) -> SampleRows | None:
+def find_kernels(device: torch.device) -> SampleChanged | None:
     """Returns the kernels if they run on that device, which takes Triton and a C compiler; else None."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None

@@ -1,12 +1,14 @@
 """Penalties on tokens that were seen before: repetition (prompt and answer), presence and frequency (answer only)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from chairlift.device import to_device
 from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
+from chairlift.kernels.changes import NOTHING, Penalties
+from chairlift.params import SamplingParams
 from chairlift.plan import RowPlan
 
 
@@ -20,6 +22,7 @@ class PenaltyBatch:
     guessed_rows: torch.Tensor  # int64 [G]: indices into P, one for each guessed token before that row
     guessed_tokens: torch.Tensor  # int64 [G]
     counted: torch.Tensor  # int64 [C]: indices into P of rows without a guess, whose tokens are counted at once
+    for_kernel: Penalties | None  # the same for all rows of the launch, if a kernel applies them
 
 
 class PenaltyState:
@@ -31,7 +34,9 @@ class PenaltyState:
         self._num_generated: torch.Tensor | None = None  # int32 [n_slots, vocab]
         self._is_in_prompt = torch.empty(0)  # bool [n_slots, vocab]
 
-    def prepare(self, rows: Sequence[RowPlan], guessed: Guessed = NOTHING_GUESSED) -> PenaltyBatch | None:
+    def prepare(
+        self, rows: Sequence[RowPlan], guessed: Guessed = NOTHING_GUESSED, *, is_for_kernel: bool = False
+    ) -> PenaltyBatch | None:
         """None if no row has a penalty. Starts the counts of rows that come with a history."""
         chosen = [index for index, row in enumerate(rows) if row.key.params.has_penalty]
         if not chosen:
@@ -41,12 +46,7 @@ class PenaltyState:
                 self._start(rows[index])
         slots = [rows[index].slot for index in chosen]
         before = [(index, token) for index, row in enumerate(chosen) for token in guessed.get(row, ())]
-        params = [rows[index].key.params for index in chosen]
-        factors = [
-            [p.repetition_penalty for p in params],
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
-        ]
+        factors = _factors(rows[index].key.params for index in chosen)
         return PenaltyBatch(
             rows=to_device(chosen, torch.int64, self._device),
             slots=to_device(slots, torch.int64, self._device),
@@ -54,6 +54,17 @@ class PenaltyState:
             guessed_rows=to_device([index for index, _ in before], torch.int64, self._device),
             guessed_tokens=to_device([token for _, token in before], torch.int64, self._device),
             counted=to_device([i for i, row in enumerate(chosen) if row not in guessed], torch.int64, self._device),
+            for_kernel=self._for_kernel(rows) if is_for_kernel else None,
+        )
+
+    def _for_kernel(self, rows: Sequence[RowPlan]) -> Penalties:
+        assert self._num_generated is not None, "a row's counts have not begun"
+        slots = [row.slot if row.key.params.has_penalty else NOTHING for row in rows]
+        return Penalties(
+            to_device(slots, torch.int32, self._device),
+            to_device(_factors(row.key.params for row in rows), torch.float32, self._device),
+            self._num_generated,
+            self._is_in_prompt,
         )
 
     def apply(self, batch: PenaltyBatch, logits: torch.Tensor) -> None:
@@ -90,3 +101,12 @@ class PenaltyState:
         self._is_in_prompt[row.slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones_like(generated, dtype=torch.int32)
         self._num_generated[row.slot].zero_().index_add_(0, generated, ones)  # bincount would wait for the device
+
+
+def _factors(params: Iterable[SamplingParams]) -> list[list[float]]:
+    some = list(params)
+    return [
+        [each.repetition_penalty for each in some],
+        [each.presence_penalty for each in some],
+        [each.frequency_penalty for each in some],
+    ]

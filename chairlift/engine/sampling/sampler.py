@@ -5,21 +5,21 @@ words, those that are not allowed) and grammars, penalties, then for rows that a
 and top-p.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from chairlift.device import bring, send, to_device
+from chairlift.engine.sampling.additions import AdditionsMaker, Scattered
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch, DrawKind, sample_in_graph
 from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
-from chairlift.engine.sampling.kernels import SampleRows, find_kernels
+from chairlift.engine.sampling.kernels import SampleChanged, SampleRows, find_kernels
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.pending_masks import PendingMasks
-from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
+from chairlift.engine.sampling.token_rules import RuleFilter, TokenRules
+from chairlift.kernels.changes import NOTHING, Additions, Changes, TokenSets
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
 from chairlift.plan import ON_DEVICE, RowPlan, SamplingKey, Work
 
@@ -66,44 +66,17 @@ def _top(tokens: list[int], values: list[float], first: int) -> dict[int, Logpro
 
 
 @dataclass(frozen=True, slots=True)
-class _Additions:
-    """Some elements of the logits, and what to add to them."""
-
-    rows: torch.Tensor  # int64 [E]
-    tokens: torch.Tensor  # int64 [E]
-    values: torch.Tensor  # float32 [E]
-
-
-class _RowAdditions(NamedTuple):
-    """Holds what a row contributes to `_Additions`, on the host."""
-
-    tokens: TokenIds
-    values: npt.NDArray[np.float32]
-
-
-class _Constants(NamedTuple):
-    """Parts of a row's key that may have thousands of entries, as arrays."""
-
-    bias: _RowAdditions
-    no_end: _RowAdditions  # forbids its end tokens
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """Holds what the rows of one launch asked for; parts that no row asked for are None or empty."""
 
-    additions: list[_Additions | None]  # per step: logit bias, bad words, and end tokens below min_tokens
-    refused: dict[int, torch.Tensor]  # by row with `allowed_token_ids`: all other tokens, bool [vocab]
+    is_for_kernels: bool  # these make all changes; else operators do
+    additions: list[Scattered | Additions | None]  # per step: logit bias, bad words, and end tokens below min_tokens
+    rules: dict[int, TokenRules]  # by row with `allowed_token_ids`
     masks: PendingMasks | None  # for the first step of the launch; rows with a grammar keep only its token
     penalties: PenaltyBatch | None
     draws: DrawBatch | None
     logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
     num_top_logprobs: list[int]  # how many likeliest tokens each of them wants
-
-    def changes_logits(self, step: int) -> bool:
-        """Returns true if a row's logits are not sampled as they are in that step of the launch."""
-        has_masks = self.masks is not None and step == 0
-        return has_masks or self.additions[step] is not None or bool(self.refused) or self.penalties is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +91,7 @@ class Sampler:
     """Turns logits into tokens. Holds the token counts that penalties need, by slot."""
 
     def __init__(
-        self, vocab_size: int, num_slots: int, device: torch.device, kernels: SampleRows | None = None
+        self, vocab_size: int, num_slots: int, device: torch.device, kernels: SampleChanged | None = None
     ) -> None:
         """`kernels`: sample all rows of a launch together; None: those that the device has, if any."""
         self._device = device
@@ -126,22 +99,24 @@ class Sampler:
         self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._no_table = torch.empty(0, 0, dtype=torch.float64, device=device)
         self._penalties = PenaltyState(vocab_size, num_slots, device)
-        self._constants: dict[SamplingKey, _Constants] = {}  # for the rows of the last launch
+        self._additions = AdditionsMaker(device)
 
     def prepare(self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed = NOTHING_GUESSED) -> SamplingBatch:
         """Gathers what the rows that will be sampled ask for, once per launch. A row with a guess has several places.
 
         `rows`: by place, that is by row of the logits.
         """
+        is_for_kernels = self._kernels is not None and not guessed
         wanting = [place for place, row in enumerate(rows) if row.key.params.logprobs is not None]
         return SamplingBatch(
+            is_for_kernels=is_for_kernels,
             masks=_masks_of(rows, guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[rows[place].key.params.logprobs or 0 for place in wanting],
-            additions=self._additions(rows, num_steps, guessed),
-            refused=self._refused(rows),
-            penalties=self._penalties.prepare(rows, guessed),
-            draws=DrawBatch.of(rows, num_steps, self._device, guessed, has_greedy=self._kernels is not None),
+            additions=self._additions.gather(rows, num_steps, guessed, is_for_kernel=is_for_kernels),
+            rules=_rules_of(rows),
+            penalties=self._penalties.prepare(rows, guessed, is_for_kernel=is_for_kernels),
+            draws=DrawBatch.of(rows, num_steps, self._device, guessed, has_greedy=is_for_kernels),
         )
 
     @property
@@ -151,11 +126,13 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
         """Logits `[N, vocab]` of any float type (float32 ones are changed in place) -> that step's tokens."""
-        if self._kernels is None or batch.changes_logits(step):
-            logits = logits.float()
         raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].float().log_softmax(dim=-1)
-        self._change(logits, batch, step)
-        tokens = self._choose(logits, batch.draws, step)
+        if self._kernels is not None and batch.is_for_kernels:
+            tokens = self._choose_by(self._kernels, logits, batch, step)
+        else:
+            logits = logits.float()
+            self._change(logits, batch, step)
+            tokens = self._choose(logits, batch.draws, step)
         chosen = tokens.clamp(min=0)  # without a valid token a row ends; its surplus only has to be harmless
         if batch.penalties is not None:
             self._penalties.count(batch.penalties, chosen)
@@ -167,10 +144,11 @@ class Sampler:
     def _change(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> None:
         """Applies bias, masks and penalties in place."""
         additions = batch.additions[step]
-        if additions is not None:
-            logits.index_put_((additions.rows, additions.tokens), additions.values, accumulate=True)
-        for row, refused in batch.refused.items():
-            logits[row].masked_fill_(refused, -torch.inf)
+        if isinstance(additions, Scattered):
+            additions.add_to(logits)
+        for row, rules in batch.rules.items():
+            if (refused := rules.refused_on(self._device)) is not None:
+                logits[row].masked_fill_(refused, -torch.inf)
         if batch.masks is not None and step == 0:
             batch.masks.apply(logits)
         if batch.penalties is not None:
@@ -178,14 +156,38 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, draws: DrawBatch | None, step: int) -> torch.Tensor:
         """Returns tokens, int64 `[N]`; INVALID_TOKEN where there is none."""
-        if self._kernels is not None and draws is not None:
-            return self._kernels(logits, draws.kind, draws.table_of(step), self._first_step)
-        if self._kernels is not None:
-            return self._kernels(logits, DrawKind.GREEDY, self._no_table, self._first_step)
         best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
         if draws is not None:
             tokens[draws.rows] = draws.draw(logits, step)
         return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
+
+    def _choose_by(self, kernels: SampleChanged, logits: torch.Tensor, batch: SamplingBatch, step: int) -> torch.Tensor:
+        """Returns tokens as `_choose` does, from logits that the kernels change as `_change` would."""
+        additions, draws = batch.additions[step], batch.draws
+        changes = Changes(
+            additions=additions if isinstance(additions, Additions) else None,
+            allowed=self._token_sets(
+                {row: rules.allowed_on(self._device) for row, rules in batch.rules.items()}, logits
+            ),
+            masks=self._token_sets(batch.masks.gather(), logits) if batch.masks is not None and step == 0 else None,
+            penalties=None if batch.penalties is None else batch.penalties.for_kernel,
+        )
+        if draws is None:
+            return kernels(logits, DrawKind.GREEDY, self._no_table, self._first_step, changes)
+        return kernels(logits, draws.kind, draws.table_of(step), self._first_step, changes)
+
+    def _token_sets(self, sets: Mapping[int, torch.Tensor | None], logits: torch.Tensor) -> TokenSets | None:
+        """`sets`: int32 `[words]` by row, all of one size. None: no row has one."""
+        words = [each for each in sets.values() if each is not None]
+        if not words:
+            return None
+        index = [NOTHING] * len(logits)
+        for place, row in enumerate(sets):
+            index[row] = place
+        stacked = torch.stack(words)
+        if stacked.device.type == "cpu":
+            stacked = send(stacked, self._device)
+        return TokenSets(stacked, to_device(index, torch.int32, self._device))
 
     def dummy_run(self, logits: torch.Tensor) -> None:
         """Samples logits `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
@@ -195,62 +197,16 @@ class Sampler:
         rows = [RowPlan(key, slot, 0, (ON_DEVICE,), 0, work) for slot in range(len(logits))]
         self.sample(logits, self.prepare(rows, num_steps=1), step=0)
 
-    def _additions(self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
-        """Bad words depend on the tokens that the host knows: where that matters, only the first step counts."""
-        known, self._constants = self._constants, {}
-        in_all: list[tuple[int, _RowAdditions]] = []
-        may_not_end: list[int] = []
-        for place, row in enumerate(rows):
-            key = row.key
-            may_end = not _may_not_end(row, len(guessed.get(place, ())))
-            if key.params.logit_bias or not may_end:
-                self._constants[key] = known.get(key) or _constants_of(key)
-                in_all.append((place, self._constants[key].bias))
-            if not may_end:
-                may_not_end.append(place)
-            if len(row.work.forbidden):
-                in_all.append((place, _forbid(np.asarray(row.work.forbidden, dtype=np.int64))))
-        if not may_not_end:
-            return [self._send(in_all)] * num_steps
-        steps = []
-        for step in range(num_steps):
-            held = [place for place in may_not_end if _may_not_end(rows[place], step + len(guessed.get(place, ())))]
-            steps.append(self._send(in_all + [(place, self._constants[rows[place].key].no_end) for place in held]))
-        return steps
 
-    def _send(self, parts: list[tuple[int, _RowAdditions]]) -> _Additions | None:
-        sizes = [len(part.tokens) for _, part in parts]
-        if not any(sizes):
-            return None
-        rows = np.repeat([row for row, _ in parts], sizes)
-        tokens = np.concatenate([part.tokens for _, part in parts])
-        values = np.concatenate([part.values for _, part in parts])
-        return _Additions(*(send(torch.from_numpy(each), self._device) for each in (rows, tokens, values)))
-
-    def _refused(self, rows: Sequence[RowPlan]) -> dict[int, torch.Tensor]:
-        return {
-            place: refused
-            for place, row in enumerate(rows)
-            if isinstance(row.key.token_filter, RuleFilter)
-            and (refused := row.key.token_filter.rules.refused_on(self._device)) is not None
-        }
+def _rules_of(rows: Sequence[RowPlan]) -> dict[int, TokenRules]:
+    filters = {place: row.key.token_filter for place, row in enumerate(rows)}
+    return {
+        place: each.rules
+        for place, each in filters.items()
+        if isinstance(each, RuleFilter) and each.rules.refused is not None
+    }
 
 
 def _masks_of(rows: Sequence[RowPlan], guessed: Guessed) -> PendingMasks | None:
     pending = [place for place, row in enumerate(rows) if row.input_ids[-1] == ON_DEVICE]
     return PendingMasks.of([row.key.grammar for row in rows], guessed, pending)
-
-
-def _may_not_end(row: RowPlan, num_more: int) -> bool:
-    """Returns true if `num_more` more tokens leave the row below its min_tokens, and tokens could end it."""
-    return bool(row.key.end_token_ids) and row.num_output_tokens + num_more < row.key.min_tokens
-
-
-def _constants_of(key: SamplingKey) -> _Constants:
-    bias = key.params.logit_bias
-    tokens, ends = (np.array(list(each), dtype=np.int64) for each in (bias, key.end_token_ids))
-    return _Constants(_RowAdditions(tokens, np.array(list(bias.values()), dtype=np.float32)), _forbid(ends))
-
-
-def _forbid(tokens: TokenIds) -> _RowAdditions:
-    return _RowAdditions(tokens, np.full(len(tokens), -np.inf, dtype=np.float32))

@@ -150,6 +150,7 @@ class TokenRules:
     bad_words: BadWords | None
     refused: torch.Tensor | None  # bool [vocab], on the host: not among the allowed tokens; None: all are allowed
     _sent: torch.Tensor | None = None  # the same on a device
+    _allowed: torch.Tensor | None = None  # the others, on a device
 
     def refused_on(self, device: torch.device) -> torch.Tensor | None:
         """Returns `refused` on that device, where it then stays."""
@@ -158,6 +159,16 @@ class TokenRules:
         if self._sent is None or self._sent.device != device:
             self._sent = send(self.refused, device)
         return self._sent
+
+    def allowed_on(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the allowed tokens as int32 `[words]`, a bit per token, on that device, where they then stay."""
+        if self.refused is None:
+            return None
+        if self._allowed is None or self._allowed.device != device:
+            bits = np.packbits(~self.refused.cpu().numpy(), bitorder="little")
+            padded = np.pad(bits, (0, -len(bits) % 4))
+            self._allowed = send(torch.from_numpy(padded.view("<i4")), device)
+        return self._allowed
 
 
 class RuleFilter:

@@ -21,6 +21,7 @@ from chairlift.config import DType
 from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.mixed import MixedGraphs, max_prompts, padded_sizes
 from chairlift.engine.execution.recorder import Replay
+from chairlift.engine.execution.runner import Launch
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import Places
 from chairlift.models import PiecewiseForward, load_model, open_checkpoint
@@ -31,7 +32,7 @@ from chairlift.plan import ON_DEVICE, SAMPLE, RowPlan, SamplingKey, StepPlan
 from tests.engine.support import GREEDY, VOCAB_SIZE, Recorder, core_of, make_tiny_checkpoint, tokens_of
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import random_prompts
-from tests.support.engines import WrappedForward, make_core, with_attention
+from tests.support.engines import HookedRunner, WrappedForward, hooked, make_core, with_attention
 
 SLOT_LEN = 256  # also a page
 NUM_SLOTS = 12
@@ -155,7 +156,15 @@ def bench_of(model: str, backend: str, max_num_tokens: int, **changes: Any) -> B
     return Bench(decoder, BACKENDS[backend](decoder.config.attention), max_num_tokens, **changes)
 
 
-@pytest.mark.parametrize(("backend", "num_steps"), [("flash_attn", 100), ("flash_attn_3", 30), ("torch_varlen", 30)])
+@pytest.mark.parametrize(
+    ("backend", "num_steps"),
+    [
+        ("flash_attn", 100),
+        ("flash_attn_3", 30),
+        ("torch_varlen", 30),
+        pytest.param("flash_attn", 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_random_steps_equal_those_operator_by_operator(model: str, backend: str, num_steps: int) -> None:
     rng, bench = random.Random(num_steps), bench_of(model, backend, 128)
     assert bench.graphs.steps.recorded == {(64, 0), (64, 12), (128, 0), (128, 12)}
@@ -232,6 +241,22 @@ def test_the_host_launches_few_operators_for_a_step_of_any_number_of_rows_and_la
     assert counts[0] == counts[1] <= 20
 
 
+def test_the_host_launches_few_operators_for_a_whole_launch_with_prompts(model: str) -> None:
+    counts: list[int] = []
+
+    def count(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        with CountOperators() as watch:
+            begun = launch(plan)
+        if not plan.is_decode:
+            counts.append(watch.count)
+        return begun
+
+    with engine(model, Silent(), never_eager) as llm, hooked(llm, count):
+        llm.generate(MANY, GREEDY)
+    assert len(counts) > 5
+    assert max(counts) <= 40
+
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0},
@@ -253,6 +278,7 @@ def engine(model: str, recorder: Recorder | None, load: Any = None, budget: int 
     """Five slots, one launch ahead; prompts come in chunks of what the budget leaves."""
     parts = Parts(
         load_forward=load or with_attention(lambda model: flash.FlashAttnBackend(model.attention)),
+        make_runner=HookedRunner,
         pacing=Pacing(1, recorder, common_sizes=frozenset(), common_tokens=frozenset()),
     )
     sizes: dict[str, Any] = {"max_batch_size": 5, "max_num_batched_tokens": budget, "max_steps_per_launch": 2}

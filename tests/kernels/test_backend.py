@@ -70,6 +70,20 @@ def test_so_do_those_of_a_padded_step() -> None:
     support.assert_near(output[:num_real], torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))
 
 
+def test_a_padded_step_has_the_sinks_of_an_even_one() -> None:
+    tokens, num_real = support.random_tokens(MIXED).to(DEVICE), sum(row.num_new for row in MIXED)
+    manager, backend = make_cache(MIXED, tokens), TritonBackend(support.plain(16))
+    new = tokens.new_parts(MIXED)
+    sinks = torch.linspace(-1.0, 2.0, new[0].shape[1], device=DEVICE)
+    batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1, DEVICE)
+    padded = [torch.cat((part, part[:2])) for part in new]
+    output = backend.prepare_padded(batch, manager.blocks[0])(LAYER, padded[0], padded[1], padded[2], sinks)
+    (collection,) = manager.fetch([row.slot for row in MIXED])
+    even = backend.prepare(support.batch_of(MIXED, DEVICE), collection)
+    support.assert_near(output[:num_real], even(LAYER, new[0], new[1], new[2], sinks))
+    assert (output[:num_real] - even(LAYER, new[0], new[1], new[2])).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, [*MIXED, Row(6, 14, 1)]], ids=["decode", "prefill", "mixed"])
 @pytest.mark.parametrize(("layers", "num_decode"), [("plain", 4), ("window and soft cap", 16)])
 def test_a_padded_step_gives_its_rows_what_they_get_alone(rows: list[Row], layers: str, num_decode: int) -> None:

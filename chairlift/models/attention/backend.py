@@ -37,8 +37,9 @@ class Attend(Protocol):
         ...
 
 
-Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values) -> [N, Hq, D]`: attends to what slots hold."""
+Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values, sinks) -> [N, Hq, D]`: attends to what slots
+hold."""
 
 _MAX_HEAD_DIM = 256  # of the kernels for GPUs
 

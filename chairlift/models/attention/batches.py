@@ -132,14 +132,13 @@ def attend_padded(
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert sinks is None, "models that have sinks have experts, whose steps are not recorded"
         assert key is not None, _ALL_KEEP
         assert value is not None, _ALL_KEEP
         keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
         append(keys, values, key, value, slots, positions)
-        output = prefill(layer_idx, query, keys, values)
+        output = prefill(layer_idx, query, keys, values, sinks)
         if most:
-            decoded = decode(layer_idx, query[:most], keys, values)
+            decoded = decode(layer_idx, query[:most], keys, values, sinks)
             output[:most] = torch.where(is_decode, decoded, output[:most])
         return output
 

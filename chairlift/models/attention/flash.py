@@ -150,7 +150,9 @@ class FlashAttnBackend:
     def read_decode_rows(self, batch: PaddedBatch) -> Read:
         """The attention of a padded step's rows that decode, whose tokens have been appended."""
 
-        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def decode(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
+        ) -> torch.Tensor:
             output = self._decode(
                 query.unsqueeze(1),
                 keys,
@@ -170,7 +172,9 @@ class FlashAttnBackend:
         key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
         pages = batch.prompt_slots.unsqueeze(1)
 
-        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def prefill(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
+        ) -> torch.Tensor:
             output = self._prefill(
                 query,
                 keys,
@@ -257,7 +261,9 @@ class FlashAttn3Backend:
     def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
         """Attends to what slots hold, for rows of up to `most` tokens."""
 
-        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def read(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
+        ) -> torch.Tensor:
             output = self._kernel(
                 query,
                 keys,
@@ -309,7 +315,7 @@ class TorchVarlenBackend:
             assert key is not None, _NO_READERS
             assert value is not None, _NO_READERS
             append(layer_idx, key, value)
-            return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx))
+            return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx), None)
 
         return attend
 
@@ -331,7 +337,9 @@ class TorchVarlenBackend:
         """Attends to what slots hold, up to `longest` tokens, for rows of up to `most` tokens."""
         from torch.nn.attention import varlen
 
-        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def read(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
+        ) -> torch.Tensor:
             output = varlen.varlen_attn(
                 query,
                 _as_tokens(keys),

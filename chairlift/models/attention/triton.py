@@ -130,13 +130,15 @@ class TritonBackend:
         """See `PaddingBackend`."""
         plans: dict[tuple[int, int | None], Chunks] = {}
 
-        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def decode(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
             config = self._layers[layer_idx]
             kind = keys.shape[2], config.window
             if kind not in plans:  # all layers of that kind have one
                 plans[kind] = self._decoding.plan_chunks(batch.decode_lengths, batch.decode_slots, *kind)
             attended: torch.Tensor = self._decoding.attend(
-                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap
+                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap, sinks=sinks
             )
             return attended
 
@@ -148,10 +150,19 @@ class TritonBackend:
             return self.prompts.read_prompts(batch, blocks)
         rows = batch.prompt_offsets, batch.prompt_lengths, batch.prompt_slots, batch.max_new_tokens
 
-        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def prefill(
+            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
             config = self._layers[layer_idx]
             attended: torch.Tensor = self._prefilling.attend(
-                query, keys, values, *rows, scale=config.scale, window=config.window, softcap=config.softcap
+                query,
+                keys,
+                values,
+                *rows,
+                scale=config.scale,
+                window=config.window,
+                softcap=config.softcap,
+                sinks=sinks,
             )
             return attended
 

@@ -23,7 +23,7 @@ from chairlift.engine.parts import DEFAULT_PARTS, Pacing, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import Checkpoint, find_obstacle, open_checkpoint, ragged_recurrence
+from chairlift.models import Checkpoint, find_obstacle, grouped_experts, open_checkpoint, ragged_recurrence
 from chairlift.models.attention import PaddedForward
 from chairlift.models.loader import count_parameters, grouped_size
 from chairlift.params import SamplingParams
@@ -57,7 +57,7 @@ class Executor:
         self.forward = parts.load_forward(checkpoint, resolved)
         ranks.meet()  # from here on, all ranks compute together
         device = torch.device(resolved.device)
-        self.pacing = self._choose_pacing(device)
+        self.pacing = self._choose_pacing(device, resolved)
         sizes = [] if self._padded_forward is None else padded_sizes(resolved.max_num_batched_tokens, resolved.slot_len)
         fitted = fit_cache(
             config, resolved, shape, self.forward, ranks.least, num_recorded_tokens=max(sizes, default=0)
@@ -88,13 +88,12 @@ class Executor:
             self.cache.release(slot)
         return logits
 
-    def _choose_pacing(self, device: torch.device) -> Pacing:
+    def _choose_pacing(self, device: torch.device, resolved: ResolvedConfig) -> Pacing:
         """The pacing asked for, or the device's, without a recorder if the model's steps cannot be recorded."""
         pacing = self._parts.pacing or Pacing.of(device)
         if pacing.recorder is None:
             return pacing
-        has_kernels = self._shape.state_layout is None or ragged_recurrence.is_available(device)
-        if not self._shape.can_record or not has_kernels:
+        if not self._shape.can_record or not self._has_kernels(device, resolved):
             logger.info("no step is recorded: the layers of this model launch or read what differs from step to step")
             return replace(pacing, recorder=None)
         if not self._can_pad:
@@ -102,6 +101,15 @@ class Executor:
                 "only decode steps are recorded: attention or other layers need numbers of a prompt on the host"
             )
         return pacing
+
+    def _has_kernels(self, device: torch.device, resolved: ResolvedConfig) -> bool:
+        """Returns true if recurrent layers and experts have kernels that a graph can record."""
+        shape = self._shape
+        if shape.state_layout is not None and not ragged_recurrence.is_available(device):
+            return False
+        if not shape.num_experts:
+            return True
+        return shape.groups_experts(resolved.dtype) and grouped_experts.is_available(device)
 
     @property
     def _can_pad(self) -> bool:

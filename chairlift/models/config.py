@@ -12,6 +12,7 @@ import torch
 
 from chairlift.cache.layout import CacheLayout, Kept, StateLayout, StateParams
 from chairlift.config import DType
+from chairlift.models import grouped_experts
 from chairlift.models.attention import AttentionConfig
 from chairlift.models.blocks import (
     AS_LLAMA,
@@ -112,16 +113,23 @@ class ModelShape:
     @property
     def can_record(self) -> bool:
         """True if CUDA graphs can record a decode step: all keys and values are in one tensor, and it launches the same
-        for any data. Recurrent layers need their kernels for that, and what experts compute depends on the data."""
+        for any data. Recurrent layers and experts need their kernels for that."""
         groups = CacheLayout.of(self.kept(self.dtype), self.num_layers).groups
-        return len(groups) == 1 and not groups[0].params.num_common and not self.num_experts
+        return len(groups) == 1 and not groups[0].params.num_common
+
+    def groups_experts(self, dtype: DType) -> bool:  # noqa: ARG002
+        """Returns true if one kernel can compute the products of all experts of a layer in that type."""
+        return not self.num_experts
 
     @property
     def num_experts(self) -> int:
         """Counts the experts of all layers."""
-        return sum(
-            block.router.num_experts for layer in self.layers for block in layer if isinstance(block, ExpertsBlock)
-        )
+        return sum(block.router.num_experts for block in self.experts_blocks)
+
+    @property
+    def experts_blocks(self) -> list[ExpertsBlock]:
+        """Returns all blocks that are mixtures of experts."""
+        return [block for layer in self.layers for block in layer if isinstance(block, ExpertsBlock)]
 
     def describe(self) -> str:
         """One line for the log."""
@@ -172,6 +180,11 @@ class ModelConfig(ModelShape):
     def weights(self) -> tuple[Weight, ...]:
         """Every module of the wiring that holds weights, and the tensors of a checkpoint that belong in it."""
         return _weights_of(self)
+
+    def groups_experts(self, dtype: DType) -> bool:
+        """See `ModelShape`."""
+        sizes = {block.intermediate_size for block in self.experts_blocks}
+        return all(grouped_experts.suits(self.hidden_size, size, TORCH_DTYPES[dtype]) for size in sizes)
 
 
 @lru_cache(maxsize=4)  # a model with many experts has tens of thousands of tensors, and loading asks several times

@@ -17,6 +17,7 @@ from chairlift.config import DType
 from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.parts import Pacing, Parts
+from chairlift.models import grouped_experts
 from chairlift.models.attention import Backend, Forward, PaddedForward
 from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
@@ -175,6 +176,21 @@ def test_nor_do_recurrent_layers(
             assert_told(llm.generate(PROMPTS[: len(params)], params))
         assert_told(llm.generate(PROMPTS[:1], GREEDY))
         core_of(llm).check()
+    assert recorder.num_replayed > 0
+
+
+def test_nor_do_experts(
+    make: Callable[..., LLM], recorder: WatchedRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(x: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(len(x), weights.shape[1])
+
+    monkeypatch.setattr(grouped_experts, "multiply", multiply)
+    sizes: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    make_checkpoint(tmp_path, model_type="qwen3_moe", **sizes)
+    with make("torch_varlen", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
+        assert core_of(llm).executor.mixed is not None
+        assert_told(llm.generate(PROMPTS[:5], GREEDY.model_copy(update={"max_tokens": 3})))
     assert recorder.num_replayed > 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from chairlift.models import grouped_experts
 from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
 from chairlift.models.blocks.dense_mlp import Activation
 from chairlift.models.blocks.router import Router, Routes, Scoring
@@ -20,7 +21,6 @@ from chairlift.models.layers import Linear, RMSNorm, pad_rows
 
 _NATIVE_ACTIVATIONS: dict[object, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 _NATIVE_CLAMPED = 2
-_ALIGNMENT = 8  # elements of bfloat16 in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,16 @@ class StackedLinear(Linear):
 
     @property
     def is_grouped(self) -> bool:
-        """True where torch has one kernel for the products of all experts, which takes rows of whole 16 bytes."""
-        is_aligned = self.in_features % _ALIGNMENT == 0 and self.out_features // self.num_experts % _ALIGNMENT == 0
-        return is_aligned and self.weight.is_cuda and self.weight.dtype == torch.bfloat16
+        """True where one kernel computes the products of all experts."""
+        sizes = self.in_features, self.out_features // self.num_experts
+        return grouped_experts.suits(*sizes, self.weight.dtype) and grouped_experts.is_available(self.weight.device)
 
     def forward_grouped(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """As `forward_each`, without waiting for the device.
 
         `ends`: int32 `[experts]`, where each expert's rows end; `experts`: int64 `[N]`, whose each row is.
         """
-        weights = self.weight.view(self.num_experts, -1, self.in_features).transpose(1, 2)
-        product: torch.Tensor = F.grouped_mm(x, weights, offs=ends)
+        product = grouped_experts.multiply(x, self.weight.view(self.num_experts, -1, self.in_features), ends)
         return product if self.bias is None else product + self.bias.view(self.num_experts, -1)[experts]
 
 

@@ -1,0 +1,56 @@
+"""The products of all experts of a layer in one kernel of torch, which reads on the device whose rows are where.
+
+So nothing about the choice of experts comes to the host, and graphs can record steps of a mixture.
+"""
+
+import logging
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 8  # elements of bfloat16 in 16 bytes
+
+
+def suits(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
+    """Returns true for matrices `[out, in]` of an expert that the kernel takes: bfloat16 rows of whole 16 bytes."""
+    return dtype is torch.bfloat16 and num_inputs % _ALIGNMENT == 0 and num_outputs % _ALIGNMENT == 0
+
+
+@cache
+def is_available(device: torch.device) -> bool:
+    """Returns true where torch has the kernel and a graph can record it.
+
+    That depends on the card and on torch, which elsewhere multiplies expert by expert and waits for the device. So it
+    is tried.
+    """
+    if device.type != "cuda":
+        return device.type == "meta"  # which stands for a GPU
+    try:
+        _record(device)
+    except Exception as error:  # of torch or of the capture: all have the same effect
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning("no step of a mixture of experts is recorded, which is slower: %s", reason)
+        return False
+    return True
+
+
+def multiply(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`[N, in]`, `[experts, out, in]` -> `[N, out]`; `ends`: int32 `[experts]`, where each expert's rows end."""
+    product: torch.Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    return product
+
+
+def _record(device: torch.device) -> None:
+    with torch.cuda.device(device):
+        x = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
+        weights, ends = x.new_zeros(2, 64, 64), torch.tensor([8, 16], dtype=torch.int32, device=device)
+        multiply(x, weights, ends)  # libraries load what they need, which no graph can
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            multiply(x, weights, ends)
+        graph.replay()
+        torch.cuda.synchronize()

@@ -140,6 +140,7 @@ class Executor:
 
     def _make_graphs(self, recorder: GraphRecorder, last_tokens: LastTokens) -> None:
         config, blocks, forward = self.config, self.cache.blocks[0], self._padded_forward
+        places, states = self.cache.places, next(iter(self.cache.state_memories), None)
         scratch, max_steps = self.cache.max_cache_batch_size - 1, config.max_steps_per_launch
         self.cache.claim_slot(scratch)  # padding needs a slot
         self.cache.grow(scratch, config.slot_len if forward is not None else min(max_steps, config.slot_len))
@@ -152,12 +153,14 @@ class Executor:
                 self.vocab_size,
                 max_steps,
                 self.sampler.sample_rows,
-                self.cache.places,
-                next(iter(self.cache.state_memories), None),
+                places,
+                states,
             )
             self.graphs.record_common(self.pacing.common_sizes)
             if forward is not None:
-                self.mixed = MixedGraphs(forward, blocks, last_tokens, recorder, config.max_num_batched_tokens)
+                self.mixed = MixedGraphs(
+                    forward, blocks, last_tokens, recorder, config.max_num_batched_tokens, places, states
+                )
                 self.mixed.record_common(self.pacing.common_tokens, is_divided=self.is_divided)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(

@@ -133,17 +133,23 @@ class PiecewiseForward(TorchForward):
     @property
     def can_pad(self) -> bool:
         """See `PaddedForward`."""
-        return self._decoder.config.is_plain and isinstance(self._attention, PaddingBackend)
+        config = self._decoder.config
+        all_keep = all(block.source is None for block in config.attention_blocks.values())
+        return config.can_record and all_keep and isinstance(self._attention, PaddingBackend)
 
     def new_hidden(self, num_tokens: int) -> torch.Tensor:
         """See `PaddedForward`."""
         model = self._decoder
         return torch.zeros(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
 
-    def padded_hidden(self, batch: PaddedBatch, input_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    def padded_hidden(
+        self, batch: PaddedBatch, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
         """See `PaddedForward`."""
         assert isinstance(self._attention, PaddingBackend), "`can_pad` says so"
-        hidden: torch.Tensor = self._decoder(input_ids, batch.positions, self._attention.prepare_padded(batch, blocks))
+        attend = self._attention.prepare_padded(batch, cache.blocks)
+        states = () if cache.states is None else (self._drive(batch.as_rows, cache),)
+        hidden: torch.Tensor = self._decoder(input_ids, batch.positions, attend, *states)
         return hidden
 
     def enter(self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Stage:

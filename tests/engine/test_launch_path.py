@@ -157,9 +157,16 @@ def recurrent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("recurrent_kernels")
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("qwen3_5_text", "torch_copied"),
+        ("qwen3_5_text", "triton"),
+        pytest.param("lfm2", "torch_copied", marks=pytest.mark.slow),
+    ],
+)
 def test_nor_do_recurrent_layers(
-    make: Callable[..., LLM], recorder: WatchedRecorder, tmp_path: Path, family: str
+    make: Callable[..., LLM], recorder: WatchedRecorder, tmp_path: Path, family: str, backend: str
 ) -> None:
     make_checkpoint(tmp_path, model_type=family, **{**TINY, **IN_TORCH[family]})
     make_byte_tokenizer(tmp_path)
@@ -171,7 +178,8 @@ def test_nor_do_recurrent_layers(
         {"prompt_logprobs": 1},
     ]
     params = [GREEDY.model_copy(update={"max_tokens": 4, **case}) for case in cases]
-    with make("torch_copied", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
+    with make(backend, has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
+        assert (core_of(llm).executor.mixed is not None) == (backend == "triton")
         for _ in range(2):  # the second time with states that were kept
             assert_told(llm.generate(PROMPTS[: len(params)], params))
         assert_told(llm.generate(PROMPTS[:1], GREEDY))

@@ -27,18 +27,21 @@ ENGINE: dict[str, Any] = {**SETTINGS, "attention_backend": "torch", "batch_invar
 
 
 def drive_from_tensors(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Recur:
-    """Moves states as tensors alone say."""
+    """Moves states as tensors alone say. Rows of a padded step may have no tokens."""
     states = cache.states
     assert states is not None
     counts = (states.num_replayed, states.num_tentative) if states.counts is None else states.counts.tolist()
+    columns = cache.lookup_table.tolist(), cache.cache_lengths.tolist(), batch.row_offsets.diff().tolist(), *counts
+    rows = [row for row in zip(*columns, strict=True) if row[2]]
+    slots, starts, num_new, num_replayed, num_tentative = zip(*rows, strict=True)
     return prepare(
         replace(
             states,
-            slots=tuple(cache.lookup_table.tolist()),
-            starts=tuple(cache.cache_lengths.tolist()),
-            num_new=tuple(batch.row_offsets.diff().tolist()),
-            num_replayed=tuple(counts[0]),
-            num_tentative=tuple(counts[1]),
+            slots=slots,
+            starts=starts,
+            num_new=num_new,
+            num_replayed=num_replayed,
+            num_tentative=num_tentative,
         )
     )
 

@@ -16,12 +16,15 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.cache.layout import Place
+from chairlift.cache.states import StateMemory
 from chairlift.device import send
 from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.recorder import GraphKey, GraphRecorder, GraphTable, Replay
@@ -70,12 +73,15 @@ class _Buffers:
     def __init__(self, max_rows: int, max_tokens: int, scratch: int, device: torch.device) -> None:
         self.num_rows = max_rows + _MOST_PROMPTS + 1  # a graph looks at so many from the border on
         self._max_rows, self._scratch = max_rows, scratch
-        lengths = [1, self.num_rows + 1, self.num_rows, self.num_rows, max_rows, max_rows, max_tokens]
+        of_rows = [self.num_rows + 1, self.num_rows, self.num_rows, 2 * self.num_rows]
+        lengths = [1, *of_rows, max_rows, max_rows, max_tokens]
         with torch.device(device):
             self._all = torch.zeros(sum(lengths), dtype=torch.int32)
             self.indices = torch.arange(max(max_tokens, self.num_rows + 1), dtype=torch.int32)
         parts = torch.split(self._all, lengths)
-        self.border, self.offsets, self.slots, self.lengths, self.places, self.place_slots, self.input_ids = parts
+        self.border, self.offsets, self.slots, self.lengths, counts, *of_tokens = parts
+        self.counts = counts.view(2, -1)  # see `SlotStates`
+        self.places, self.place_slots, self.input_ids = of_tokens
 
     def load(self, plan: StepPlan, sampled: Places, size: int) -> None:
         """Starts the copy of a step's numbers. The row after its own has what is missing to `size` tokens."""
@@ -87,6 +93,9 @@ class _Buffers:
         numbers.extend([self._scratch] * num_missing)
         numbers.extend(row.start for row in rows)
         numbers.extend([0] * num_missing)
+        for counts in _state_counts(plan):
+            numbers.extend(counts)
+            numbers.extend([0] * (self.num_rows - len(counts)))
         numbers.extend(sampled.tokens)
         numbers.extend([0] * (self._max_rows - len(sampled.tokens)))
         numbers.extend(rows[index].slot for index in sampled.rows)
@@ -115,12 +124,15 @@ class MixedGraphs:
         last_tokens: LastTokens,
         recorder: GraphRecorder,
         max_num_tokens: int,
+        places: tuple[Place | None, ...] | None = None,
+        states: StateMemory | None = None,
     ) -> None:
-        """`blocks`: the cache's; the last slot is the scratch slot. `max_num_tokens`: of a step."""
+        """`blocks`, `places`, `states`: the cache's; the last slot is the scratch slot. `max_num_tokens`: of a step."""
         self._forward = forward
         self._blocks = blocks
         self._last_tokens = last_tokens
         self._recorder = recorder
+        self._places, self._states = places, states
         self._scratch, self._slot_len = len(blocks) - 1, blocks.shape[3]
         self._sizes = padded_sizes(max_num_tokens, self._slot_len)
         max_rows = self._scratch
@@ -188,7 +200,24 @@ class MixedGraphs:
         """The work of a graph."""
         batch = self._batch(size, min(max_decode_rows, size))
         input_ids = self._last_tokens.fill_in(self._buffers.input_ids[:size].long(), batch.token_slots)
-        self._hidden[:size] = self._forward.padded_hidden(batch, input_ids, self._blocks)
+        self._hidden[:size] = self._forward.padded_hidden(batch, input_ids, self._collection(batch))
+
+    def _collection(self, batch: PaddedBatch) -> ContinuousBatchingKVCacheCollection:
+        """The buffers' rows as cache inputs."""
+        buffers, states = self._buffers, self._states
+        has_ended = self._last_tokens.have_ended(buffers.slots)
+        if has_ended is not None:
+            buffers.counts[1].masked_fill_(has_ended, 1)
+        return ContinuousBatchingKVCacheCollection(
+            blocks=self._blocks,
+            cache_lengths=buffers.lengths,
+            lookup_table=buffers.slots,
+            is_cache_empty=False,
+            max_seq_length=batch.max_new_tokens,
+            max_cache_length=self._slot_len,
+            places=self._places,
+            states=None if states is None else states.view_recorded(buffers.counts),
+        )
 
     def _batch(self, size: int, max_decode_rows: int) -> PaddedBatch:
         """Computes on the device where the step in the buffers has its tokens."""
@@ -209,4 +238,13 @@ class MixedGraphs:
             prompt_slots=buffers.slots[prompts],
             prompt_lengths=buffers.lengths[prompts] + prompt_offsets.diff(),
             max_new_tokens=min(size, self._slot_len),
+            planes=None if self._places is None else tuple(-1 if each is None else each.plane for each in self._places),
+            row_offsets=buffers.offsets,
         )
+
+
+def _state_counts(plan: StepPlan) -> tuple[Sequence[int], Sequence[int]]:
+    """By row: pending inputs that lead to its new tokens, and how many of these are tentative; empty: no states."""
+    if plan.reservation is None:
+        return (), ()
+    return plan.reservation.num_replayed, plan.reservation.num_tentative

@@ -96,6 +96,15 @@ class PaddedBatch:
     prompt_slots: torch.Tensor  # int32 [P]
     prompt_lengths: torch.Tensor  # int32 [P]: tokens in the slot with this step's
     max_new_tokens: int  # of a row
+    planes: tuple[int, ...] | None = None  # by layer: of its keys and values in the blocks; None: in order
+    # int32 [R + 1]: where the tokens of all rows begin, those that decode first. None: only attention looks at rows.
+    row_offsets: torch.Tensor | None = None
+
+    @property
+    def as_rows(self) -> BatchMetadata:
+        """The same rows as a batch of which there is nothing on the host."""
+        assert self.row_offsets is not None, "it is made for attention alone"
+        return BatchMetadata(self.row_offsets, self.positions, (), (), (), num_decode_rows=0)
 
 
 class Backend(Protocol):
@@ -169,8 +178,10 @@ class PaddedForward(Forward, Protocol):
         """Makes room for what `hidden` returns of that many tokens: zeros `[num_tokens, hidden]`."""
         ...
 
-    def padded_hidden(self, batch: PaddedBatch, input_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """int64 `[T]` -> `[T, hidden]`, as `hidden`, over the cache's blocks."""
+    def padded_hidden(
+        self, batch: PaddedBatch, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`, as `hidden`. `cache`: the R rows, of which nothing is on the host."""
         ...
 
 

@@ -9,7 +9,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch, Read
 
 _SHORTEST_VIEW = 256  # tokens
-_ALL_KEEP = "layers of a padded step are alike, and keep keys and values of their own"
+_ALL_KEEP = "layers of a padded step keep keys and values of their own"
 
 Append = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`append(keys [n_slots, S, Hkv, D], values, key [T, Hkv, D], value, slots [T], positions [T])`: writes into slots."""
@@ -134,7 +134,8 @@ def attend_padded(
     ) -> torch.Tensor:
         assert key is not None, _ALL_KEEP
         assert value is not None, _ALL_KEEP
-        keys, values = blocks[:, 0, layer_idx], blocks[:, 1, layer_idx]
+        plane = layer_idx if batch.planes is None else batch.planes[layer_idx]
+        keys, values = blocks[:, 0, plane], blocks[:, 1, plane]
         append(keys, values, key, value, slots, positions)
         output = prefill(layer_idx, query, keys, values, sinks)
         if most:

@@ -169,11 +169,7 @@ class InputProcessor:
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
         prompt_token_ids = tuple(token_ids)  # a copy, because the caller may change the list
-        new_drafter = None
-        if self._speculates and options.speculation == "auto":
-            predicted = options.prediction[: max_tokens * self.tokenizer.longest_token]
-            prediction = self.tokenizer.encode(predicted, add_special_tokens=False)[:max_tokens] if predicted else []
-            new_drafter = partial(Drafter, len(token_ids), prediction)
+        new_drafter = self._starter_of_drafters(options, len(token_ids), max_tokens)
         requests = [
             Request(
                 f"{request_id}-{serial}-{index}",
@@ -194,6 +190,16 @@ class InputProcessor:
         ]
         text = prompt if isinstance(prompt, str) else None
         return Generation(request_id, text, token_ids, params, requests, prepared.stops, text_options)
+
+    def _starter_of_drafters(
+        self, options: RequestOptions, prompt_len: int, max_tokens: int
+    ) -> Callable[[], Drafter] | None:
+        """Returns what makes the drafter of each of its requests. None: nothing is guessed."""
+        if not self._speculates or options.speculation != "auto":
+            return None
+        predicted = options.prediction[: max_tokens * self.tokenizer.longest_token]
+        prediction = self.tokenizer.encode(predicted, add_special_tokens=False)[:max_tokens] if predicted else []
+        return partial(Drafter, prompt_len, prediction)
 
     def _task_of(self, params: SamplingParams, given: PromptTask | None, param: str) -> PromptTask | None:
         """What is wanted of the prompt. InvalidRequest if the model cannot compute what is wanted."""

@@ -35,8 +35,6 @@ PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a mul
 
 _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
-
-
 _NO_SINKS = "layers with sinks have another backend"
 _NO_READERS = "models with layers that read the keys of others are refused"
 

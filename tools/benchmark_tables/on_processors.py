@@ -110,6 +110,16 @@ TABLES = (
             rate("llama.cpp", "llama.cpp", OURS),
         ),
     ),
+    *(
+        Table(
+            SPEED,
+            mark,
+            Source(f"compare-{mark}-llama-cpp-epyc-avx512-2-cores"),
+            trials_of_runs,
+            (text("model", "run"), workload(), rate("Chairlift", OURS), *more, rate("llama.cpp", "llama.cpp", OURS)),
+        )
+        for mark, more in (("recurrent", ()), ("experts", (ceiling,)))
+    ),
     Table(
         SPEED,
         "openvino-avx512",

@@ -114,6 +114,18 @@ def _append_by_index(
     values[slots, positions] = value
 
 
+def without_sinks(read: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Read:
+    """Makes a `Read` of a function for layers that have no sinks."""
+
+    def read_alone(
+        layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert sinks is None, "layers with sinks have another backend"
+        return read(layer_idx, query, keys, values)
+
+    return read_alone
+
+
 def attend_padded(
     batch: PaddedBatch, blocks: torch.Tensor, decode: Read, prefill: Read, append: Append = _append_by_index
 ) -> Attend:

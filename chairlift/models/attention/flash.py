@@ -22,7 +22,14 @@ from chairlift.models.attention.backend import (
     Read,
     find_head_obstacle,
 )
-from chairlift.models.attention.batches import append_tokens, attend_padded, key_lengths, prepare_apart, view_length
+from chairlift.models.attention.batches import (
+    append_tokens,
+    attend_padded,
+    key_lengths,
+    prepare_apart,
+    view_length,
+    without_sinks,
+)
 from chairlift.models.attention.flash_builds import (
     HEAD_DIM_ALIGNMENT,
     Demands,
@@ -148,9 +155,7 @@ class FlashAttnBackend:
     def read_decode_rows(self, batch: PaddedBatch) -> Read:
         """The attention of a padded step's rows that decode, whose tokens have been appended."""
 
-        def decode(
-            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._decode(
                 query.unsqueeze(1),
                 keys,
@@ -163,16 +168,14 @@ class FlashAttnBackend:
             )
             return torch.as_tensor(output).squeeze(1)
 
-        return decode
+        return without_sinks(decode)
 
     def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
         """See `PaddingBackend`."""
         key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
         pages = batch.prompt_slots.unsqueeze(1)
 
-        def prefill(
-            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._prefill(
                 query,
                 keys,
@@ -187,7 +190,7 @@ class FlashAttnBackend:
             )
             return torch.as_tensor(output)
 
-        return prefill
+        return without_sinks(prefill)
 
 
 class FlashAttn3Backend:
@@ -259,9 +262,7 @@ class FlashAttn3Backend:
     def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
         """Attends to what slots hold, for rows of up to `most` tokens."""
 
-        def read(
-            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
                 query,
                 keys,
@@ -276,7 +277,7 @@ class FlashAttn3Backend:
             )
             return torch.as_tensor(output)
 
-        return read
+        return without_sinks(read)
 
 
 def _splits_of(most_queries: int) -> int:
@@ -335,9 +336,7 @@ class TorchVarlenBackend:
         """Attends to what slots hold, up to `longest` tokens, for rows of up to `most` tokens."""
         from torch.nn.attention import varlen
 
-        def read(
-            layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             output = varlen.varlen_attn(
                 query,
                 _as_tokens(keys),
@@ -354,7 +353,7 @@ class TorchVarlenBackend:
             assert isinstance(output, torch.Tensor), "nothing else was asked for"
             return output
 
-        return read
+        return without_sinks(read)
 
 
 def _slot_offsets(blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,11 @@ AHEAD = pytest.mark.parametrize("num_ahead", [0, 1])
 
 
 class Everything(Words):
-    """A grammar that takes everything."""
+    """A grammar that takes everything, and takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps_pace = False
 
     def advance(self, _: int) -> bool:
         return False

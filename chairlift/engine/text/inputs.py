@@ -26,6 +26,7 @@ from chairlift.engine.text.tokenizer import Tokenizer, too_long
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
+from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.plan import Grammar
 from chairlift.prompt_work import PoolTask, PromptTask, ScoreTask
@@ -112,6 +113,7 @@ class InputProcessor:
     ) -> None:
         """`grammars` None: compiled here. Requests without a seed get different ones in each `seed_stream`."""
         path = find_model(config.model)
+        header = open_gguf(path) if is_gguf(path) else None  # held, so that its readers below read it only once
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
         self._has_head = config.has_head
@@ -132,6 +134,7 @@ class InputProcessor:
         self.default_params = defaults.params
         self._max_new_tokens = defaults.max_new_tokens
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
+        del header
 
     def prepare(
         self,

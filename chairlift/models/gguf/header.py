@@ -8,6 +8,7 @@ long as the header says.)
 import math
 import re
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,20 @@ class TensorInfo:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class GGUFFile:
     """The header of a file, or of all parts of one that is split."""
 
     path: Path  # of the first part
     metadata: Metadata
     tensors: dict[str, TensorInfo]
+
+
+_State = tuple[Path, int, int, int, int]
+"""A file as it was: its path, device, number on it, size in bytes, and time of its last change in ns."""
+
+_held: "weakref.WeakValueDictionary[tuple[_State, ...], GGUFFile]" = weakref.WeakValueDictionary()
+"""The headers that somebody holds: a large vocabulary takes a while to read, and several readers need it at start."""
 
 
 def is_gguf_name(path: Path) -> bool:
@@ -70,13 +78,32 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Reads the header. CheckpointError if a part is missing, damaged, truncated or of a kind that is not known."""
-    metadata: Metadata = {}
-    tensors: dict[str, TensorInfo] = {}
+    """Reads the header, unless somebody still holds it and the file is as it was.
+
+    CheckpointError if a part is missing, damaged, truncated or of a kind that is not known.
+    """
     parts = parts_of(path)
     for part in parts:
         if not part.is_file():
             raise CheckpointError(f"{path} is split, and {part.name} is not beside it")
+    try:
+        states = tuple(map(_state_of, parts))
+    except OSError as error:
+        raise CheckpointError(f"{path} is no GGUF file that can be read: {error}") from error
+    if (file := _held.get(states)) is None:
+        file = _held[states] = _read_headers(path, parts)
+    return file
+
+
+def _state_of(path: Path) -> _State:
+    found = path.stat()
+    return path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_headers(path: Path, parts: list[Path]) -> GGUFFile:
+    metadata: Metadata = {}
+    tensors: dict[str, TensorInfo] = {}
+    for part in parts:
         try:
             header = _read_header(part)
         except (OSError, ValueError, OverflowError) as error:

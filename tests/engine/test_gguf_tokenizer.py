@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift.engine.text.chat_template import ChatOptions
+from chairlift.engine.text.gguf_tokenizer import make_merges
+from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError
 from chairlift.models.gguf import open_gguf
@@ -268,6 +271,19 @@ def test_tokens_with_one_score_are_made_in_the_files_order(tmp_path: Path) -> No
     tokens = {piece: (TokenType.NORMAL, -1000.0) for piece in pieces}
     tokenizer = written(tmp_path / "model.gguf", scored(tokens))
     assert pieces_of(tokenizer, "thea the") == "▁th ea ▁ the"
+
+
+def test_merges_and_patterns_are_those_of_transformers() -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.tokenization_utils_base import generate_merges
+
+    make_theirs: Any = generate_merges
+    vocab = {"".join(letters): index for index, letters in enumerate(product("abc", repeat=4))}
+    vocab |= {token[:size]: len(vocab) + index for index, token in enumerate(vocab) for size in (1, 2, 3)}
+    for num_ranks in (1, 5, 1000):
+        ranks = {token: (float(index * 37 % num_ranks), 0) for token, index in vocab.items()}
+        assert make_merges(vocab, ranks) == make_theirs(vocab, ranks)
+    assert {rule: GGUF_PRE_TOKENIZER_SPLITS[str(rule)] for rule in PATTERNS} == PATTERNS
 
 
 def test_a_file_that_names_no_special_tokens_has_llamas(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Makes the tokenizer that a GGUF file describes, so that texts become the same tokens as in llama.cpp.
 
-From transformers come the patterns by which rules (`tokenizer.ggml.pre`) split text, and the way from the scores of
-SentencePiece's tokens to merges. A file with an unknown rule is refused: another rule's tokens would spoil the model's
-output, and nothing would show it.
+A file with an unknown rule of splitting text is refused: another rule's tokens would spoil the model's output, and
+nothing would show it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
 
+from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer_parts import TokenizerParts
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf import GGUFFile
@@ -106,7 +109,7 @@ def _splitting(rule: object) -> list[pre_tokenizers.PreTokenizer]:
         return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if rule in _GPT2_RULES:
         return [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if (pattern := _converter().GGUF_PRE_TOKENIZER_SPLITS.get(rule)) is None:
+    if (pattern := PATTERNS.get(rule) or _patterns_of_transformers().get(rule)) is None:
         raise CheckpointError(
             f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {shown(rule)}); name a directory with"
             " the model's own tokenizer as tokenizer"
@@ -117,13 +120,13 @@ def _splitting(rule: object) -> list[pre_tokenizers.PreTokenizer]:
     ]
 
 
-def _converter() -> Any:
-    """The module of transformers that has the tables and what makes merges."""
+def _patterns_of_transformers() -> Mapping[object, str]:
+    """Returns transformers' own table, which knows more rules in newer versions."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping  # slow to import
     except ImportError as error:
         raise CheckpointError("a GGUF file's tokenizer needs transformers 5.18 or newer; upgrade it") from error
-    return gguf_tokenizer_mapping
+    return {rule: pattern for rule, pattern in gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS.items()}
 
 
 def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | None) -> BackendTokenizer:
@@ -132,7 +135,7 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     if is_gemma:  # the file has runs of spaces as they are
         tokens = [_MARK * len(token) if token.strip(" ") == "" else token for token in tokens]
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_of(given) or _make_merges(vocab, tokens, _ranks(given, is_gemma))
+    merges = _merges_of(given) or make_merges(vocab, dict(zip(tokens, _ranks(given, is_gemma), strict=True)))
     backend: Any = BackendTokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces, has_first = normalizers.Replace(" ", _MARK), given.get("add_space_prefix", not is_gemma)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if has_first else spaces
@@ -141,16 +144,29 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     return backend  # type: ignore[no-any-return]
 
 
-def _make_merges(
-    vocab: dict[str, int], tokens: Sequence[str], ranks: Sequence[tuple[float, int]]
-) -> list[tuple[str, str]]:
-    """Tries each token in two parts, which takes the square of its length. CheckpointError for one that is too long."""
-    longest = max(tokens, key=len, default="")
+def make_merges(vocab: Mapping[str, int], ranks: Mapping[str, tuple[float, int]]) -> list[tuple[str, str]]:
+    """Lists all pairs of tokens that are a token together: the highest rank first, then the longest first halves.
+
+    Tries each token in two parts, which takes the square of its length. CheckpointError for one that is too long.
+    """
+    longest = max(ranks, key=len, default="")
     if len(longest) > _LONGEST_PIECE:
         raise CheckpointError(
             f"its token {shown(longest)} has {len(longest)} characters, and {_LONGEST_PIECE} are the most"
         )
-    merges: list[tuple[str, str]] = _converter().generate_merges(vocab, dict(zip(tokens, ranks, strict=True)))
+    shared = {rank for rank, count in Counter(ranks.values()).items() if count > 1}
+    merges: list[tuple[str, str]] = []
+    in_order = sorted(ranks, key=ranks.__getitem__, reverse=True)
+    for rank, group in groupby(in_order, lambda token: ranks[token] if ranks[token] in shared else None):
+        pairs = [
+            (token[:cut], token[cut:])
+            for token in group
+            for cut in range(len(token) - 1, 0, -1)
+            if token[:cut] in vocab and token[cut:] in vocab
+        ]
+        if rank is not None:  # of several tokens: the longest first halves of all of them
+            pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+        merges += pairs
     return merges
 
 
@@ -158,8 +174,14 @@ def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[tuple[float, int]]
     """For each token a rank. Two tokens become the one that ranks highest: by its score, or else the first."""
     if is_gemma:
         # The scores of its user-defined tokens (runs of spaces and such) mean nothing: they come first, all alike.
-        return [(1, 0) if kind == _USER_DEFINED else (0, -index) for index, kind in enumerate(given["token_type"])]
-    return [(float(score), -index) for index, score in enumerate(given["scores"])]
+        kinds = _numbers(given["token_type"])
+        return [(1, 0) if kind == _USER_DEFINED else (0, -index) for index, kind in enumerate(kinds)]
+    return [(float(score), -index) for index, score in enumerate(_numbers(given["scores"]))]
+
+
+def _numbers(read: Any) -> list[Any]:
+    """Turns an array of numbers into Python's, through which loops are several times as fast."""
+    return read.tolist() if isinstance(read, np.ndarray) else list(read)
 
 
 def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architecture: str) -> None:
@@ -167,8 +189,7 @@ def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architec
 
     Phi-3's swallow the white space after them, which its template relies on, and no file says so.
     """
-    kinds = {token: kind for token, kind in zip(given["tokens"], given.get("token_type", ()), strict=False)}
-    vocab = backend.get_vocab(with_added_tokens=False)
+    kinds = dict(zip(given["tokens"], _numbers(given.get("token_type", ())), strict=False))
     added = [
         AddedToken(
             token,
@@ -177,7 +198,7 @@ def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architec
             rstrip=architecture == _PHI3 and token not in _PHI3_KEEPS,
         )
         for token, kind in kinds.items()
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocab
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and backend.token_to_id(token) is not None
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])

@@ -101,7 +101,8 @@ def end_tokens(file: GGUFFile) -> list[int]:
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in file.metadata.items()}
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = given.get("tokens"), given.get("token_type")
-    pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, np.ndarray) else ()
+    numbers = kinds.tolist() if isinstance(kinds, np.ndarray) else []
+    pairs = zip(tokens if isinstance(tokens, list) else [], numbers, strict=False)
     whole = {token: index for index, (token, kind) in enumerate(pairs) if kind in _FOUND_WHOLE}
     special = {token: index for token, index in whole.items() if token in _END_TOKENS}
     if special.keys() >= _HARMONY:

@@ -53,7 +53,7 @@ from chairlift.models.mixers import (
 )
 from chairlift.models.mixture_families import GRANITE_SPELLINGS, GRANITE_STACKED, MIXTURE_FAMILIES
 from chairlift.models.mixtures import read_granite_moe_hybrid
-from chairlift.models.plain_config import PLAIN_CLASS, read_plain_config
+from chairlift.models.plain_config import PLAIN_CLASSES, read_plain_config
 from chairlift.models.rope import read_rope
 from chairlift.models.rotary import RopeConfig
 from chairlift.models.towers import NOT_TEXT, TOWERS, find_text_model, without_sections
@@ -279,7 +279,7 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
 
 def _read_config(class_name: str, raw: dict[str, Any]) -> Any:
     """Reads a config.json's fields as transformers' class does, whose defaults stand in for those that it lacks."""
-    if class_name == PLAIN_CLASS and (plain := read_plain_config(raw)) is not None:
+    if class_name in PLAIN_CLASSES and (plain := read_plain_config(class_name, raw)) is not None:
         return plain
     import transformers  # slow
 

@@ -234,6 +234,8 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
     If they differ in bits, or in what these stand for, the result has 8. ValueError for group sizes that differ.
     """
+    if len(weights) == 1:
+        return weights[0]
     if len({weight.group_size for weight in weights}) > 1:
         raise ValueError("matrices with groups of different sizes cannot be stacked")
     if len({weight.scales_per_step for weight in weights}) > 1:

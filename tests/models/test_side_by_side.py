@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from chairlift.models.side_by_side import compute_each
+from chairlift.models.side_by_side import compute_each, kept_threads
+from tests.models.cpu.support import threads
 
 LARGE, SMALL = 1 << 22, 100
 
@@ -30,6 +31,18 @@ def test_several_parts_are_computed_at_a_time() -> None:
 
 def test_small_matrices_are_computed_where_they_are_asked_for() -> None:
     assert set(compute_each(lambda _: threading.get_ident(), range(3), SMALL, 2)) == {threading.get_ident()}
+
+
+def test_threads_that_are_kept_are_started_once() -> None:
+    with threads(2):
+        with kept_threads():
+            used = [compute_each(lambda _: threading.current_thread(), range(8), LARGE) for _ in range(3)]
+            few = compute_each(lambda _: threading.current_thread(), range(8), SMALL)
+        assert torch.get_num_threads() == 2
+        afterwards = compute_each(lambda _: threading.current_thread(), range(8), LARGE)
+    kept = {thread for each in used for thread in each}
+    assert 1 <= len(kept) <= 2
+    assert not kept & {threading.current_thread(), *few, *afterwards}
 
 
 def test_the_first_error_is_raised() -> None:

@@ -19,6 +19,7 @@ from chairlift.models.cpu.packing import LANES
 from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece, States
 from chairlift.models.cpu.weights import NativeWeights
 from chairlift.models.decoder import Decoder
+from chairlift.models.side_by_side import kept_threads
 
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer
@@ -93,7 +94,8 @@ class CpuDecoder:
         self._forward.restype = self._logits.restype = c_int64
         self._config = model.config
         self._dtype = model.dtype
-        self._weights = NativeWeights(model, max_seq_len, quantization)
+        with kept_threads():
+            self._weights = NativeWeights(model, max_seq_len, quantization)
         self._model = self._weights.model
         self._format = self._format_for(self._weights.has_groups)
         self._head_format = self._format_for(self._model.head.num_bits <= 8)

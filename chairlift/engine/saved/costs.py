@@ -1,12 +1,14 @@
 """What it costs to read a prefix and to compute it, and what the saved ones have been good for."""
 
 import threading
+from collections import deque
 from dataclasses import dataclass, replace
 
 _READ_WEIGHT, _COMPUTE_WEIGHT = 0.05, 0.2  # of the newest measurement: a file, a launch
 _MIN_TOKENS = 32  # of a launch that counts: those of fewer tokens take as long as one token
 _UNKNOWN_S = 60.0  # how long a prefix is waited for before it is known what computing it takes
 _MIN_PATIENCE_S = 2.0
+_MAX_UNPRICED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Costs:
         self._seconds_per_byte = seconds_per_byte
         self._seconds_per_token: float | None = None
         self._counts = SavedCounts()
+        # Of prompts read before that was known: tokens, and seconds of waiting.
+        self._unpriced = deque[tuple[int, float]](maxlen=_MAX_UNPRICED)
 
     @property
     def counts(self) -> SavedCounts:
@@ -55,18 +59,28 @@ class Costs:
         with self._lock:
             newest, known = seconds / num_tokens, self._seconds_per_token
             self._seconds_per_token = newest if known is None else known + _COMPUTE_WEIGHT * (newest - known)
+            for each in self._unpriced:
+                self._count_saved(*each, self._seconds_per_token)
+            self._unpriced.clear()
 
     def note_restored(self, num_tokens: int, seconds: float) -> None:
-        """Counts a prompt of which `num_tokens` tokens were read, for which it waited so long."""
-        saved = 0.0 if self._seconds_per_token is None else num_tokens * self._seconds_per_token - seconds
+        """Counts a prompt of which `num_tokens` tokens were read, for which it waited so long.
+
+        Before it is known what computing takes, the seconds saved are counted later.
+        """
         with self._lock:
             counts = self._counts
             self._counts = replace(
-                counts,
-                num_reads=counts.num_reads + 1,
-                num_tokens_read=counts.num_tokens_read + num_tokens,
-                seconds_saved=counts.seconds_saved + max(0.0, saved),
+                counts, num_reads=counts.num_reads + 1, num_tokens_read=counts.num_tokens_read + num_tokens
             )
+            if self._seconds_per_token is None:
+                self._unpriced.append((num_tokens, seconds))
+            else:
+                self._count_saved(num_tokens, seconds, self._seconds_per_token)
+
+    def _count_saved(self, num_tokens: int, seconds: float, seconds_per_token: float) -> None:
+        saved = max(0.0, num_tokens * seconds_per_token - seconds)
+        self._counts = replace(self._counts, seconds_saved=self._counts.seconds_saved + saved)
 
     def pays(self, num_tokens: int, num_bytes: int) -> bool:
         """Returns true if reading is expected to take less time than computing, or if that is not known yet."""

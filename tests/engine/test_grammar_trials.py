@@ -104,8 +104,8 @@ def shared_compiler(byte_tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
         yield compiler
 
 
-def new_compiler(tokenizer: Tokenizer, *, tries_apart: bool = True) -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(tokenizer, VOCAB_SIZE, [END_TOKEN]), tries_apart=tries_apart)
+def new_compiler(tokenizer: Tokenizer, **parts: Any) -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary(tokenizer, VOCAB_SIZE, [END_TOKEN]), **{"tries_apart": True, **parts})
 
 
 def helper_of(compiler: GrammarCompiler) -> psutil.Process:
@@ -230,17 +230,23 @@ def test_slow_grammars_hold_up_nobody_while_a_thread_is_left(compiler: GrammarCo
         assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
 
 
-def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler.limits = CompilerLimits(max_unfinished=2)
+def test_beyond_a_number_nobody_else_may_wait(byte_tokenizer: Tokenizer) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(GrammarTrials, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
-    waiting = [compiler.compile(pattern(letter)) for letter in "ab"]
-    with pytest.raises(GrammarsBusy, match="2 other grammars are being compiled; try again later"):
-        compiler.compile(pattern("c"))
-    assert compiler.compile(pattern("a")) is waiting[0]
-    gate.set()
-    for future in waiting:
-        assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
+
+    class HeldTrials(GrammarTrials):
+        def perform(self, outputs: str) -> Verdict:  # noqa: ARG002
+            assert gate.wait(DEADLINE_S)
+            return Verdict(error="no")
+
+    with closing(new_compiler(byte_tokenizer, make_trials=HeldTrials)) as compiler:
+        compiler.limits = CompilerLimits(max_unfinished=2)
+        waiting = [compiler.compile(pattern(letter)) for letter in "ab"]
+        with pytest.raises(GrammarsBusy, match="2 other grammars are being compiled; try again later"):
+            compiler.compile(pattern("c"))
+        assert compiler.compile(pattern("a")) is waiting[0]
+        gate.set()
+        for future in waiting:
+            assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
 
 
 @pytest.mark.parametrize("what", ["threading.Thread.start", "chairlift.engine.text.grammar_trials.subprocess.Popen"])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.sampling import pending_masks
-from chairlift.engine.sampling.compiled_grammar import GrammarLimits
+from chairlift.engine.sampling.compiled_grammar import GrammarLimits, Patience
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.text.grammar import CompilerLimits, GrammarCompiler
@@ -28,6 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+IMPATIENT = CompilerLimits(patience=Patience(max_s=0.0))
+"""Lets no launch wait for those that are late."""
+
+
 class Lateness:
     """Once begun, some rows of every launch are late, for their masks or for their tokens."""
 
@@ -45,7 +48,6 @@ class Lateness:
             self.num_late += len(late)
 
         self._monkeypatch.setattr(PendingMasks, "_settle", settle_late)
-        self._monkeypatch.setattr(pending_masks, "_MAX_PATIENCE_S", 0.0)
 
 
 @pytest.fixture
@@ -73,7 +75,8 @@ def punctual(native: str) -> dict[str, list[Any]]:
 def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One whose rows may be late, of one or four steps a launch, and of no or one launch ahead."""
     steps, num_ahead = request.param
-    with make_llm(native, ahead(num_ahead), **TRACELESS, max_steps_per_launch=steps) as llm:
+    llm = make_llm(native, ahead(num_ahead), **TRACELESS, max_steps_per_launch=steps)
+    with llm, grammars_limited(llm, IMPATIENT):
         yield llm
 
 
@@ -102,7 +105,7 @@ def test_every_step_leaves_the_books_in_order(paced: LLM, lateness: Lateness) ->
 
 
 def test_a_token_that_was_late_is_counted_once(tiny: str, lateness: Lateness) -> None:
-    with make_llm(tiny) as llm:
+    with make_llm(tiny) as llm, grammars_limited(llm, IMPATIENT):
         lateness.begin(0.7)
         (output,) = llm.generate("hi", WORDS)
         stats = core_of(llm).read_stats()
@@ -116,7 +119,7 @@ def test_a_token_that_was_late_is_counted_once(tiny: str, lateness: Lateness) ->
 def test_prefixes_of_rows_that_are_late_are_shared_all_the_same(tiny: str, llm: LLM, lateness: Lateness) -> None:
     prompts = [[7] * 40 + [index] for index in range(4)] + [[7] * 40] * 2
     expected = tokens_of(llm.generate(prompts, WORDS))
-    with make_llm(tiny) as other:
+    with make_llm(tiny) as other, grammars_limited(other, IMPATIENT):
         lateness.begin()
         assert tokens_of(other.generate(prompts, WORDS)) == expected
         assert_idle(other)
@@ -141,27 +144,22 @@ def lanes_of(llm: LLM) -> set[str]:
     return {"slow" if each.is_slow else "fast" for each in llm.inputs.grammars._cache.values()}
 
 
-def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM) -> None:
     # A mask looks at states beside the way: ten for each token here.
     regex = "([a-w]{0,300}x[a-w ]{0,200}|[a-z]{0,250}y[a-w.]{0,250}|[a-w ]{0,99}0)z"
-    changes = {"structured_outputs": StructuredOutputs(regex=regex), "max_tokens": 60, "logit_bias": MUCH_A}
+    outputs = StructuredOutputs(regex=regex)
+    changes = {"structured_outputs": outputs, "max_tokens": 60, "logit_bias": MUCH_A}
     params = WORDS.model_copy(update={**changes, "ignore_eos": False})
     (expected,) = tokens_of(llm.generate("hi", params))
-    begun_again: list[TokenGrammar] = []
-    begin_again = TokenGrammar.begin_again
-
-    def note(grammar: TokenGrammar, *rest: Any) -> None:
-        begun_again.append(grammar)
-        begin_again(grammar, *rest)
-
-    monkeypatch.setattr(TokenGrammar, "begin_again", note)
     with make_llm(tiny) as other, grammars_limited(other, parser_limits(max_lexer_states=150)):
+        compiled = other.inputs.grammars.compile(outputs).result()
         assert tokens_of(other.generate(["hi"] * 3, params)) == [expected] * 3
-        assert begun_again
-        begun_again.clear()
+        assert compiled.is_broken  # so one of them began again
         short = params.model_copy(update={"max_tokens": 10})
         assert tokens_of(other.generate("hi", short)) == [expected[:10]]  # with a lexer that others did not fill
-        assert not begun_again
+        compiled_anew = other.inputs.grammars.compile(outputs).result()
+        assert compiled_anew is not compiled
+        assert not compiled_anew.is_broken
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from chairlift.config import AttentionBackend, SpeculationMethod
 from chairlift.models import load_forward
 from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
 from tests.engine.support import END_TOKEN, GREEDY, VOCAB_SIZE, core_of, state_of, tokens_of
-from tests.engine.test_late_masks import Lateness
+from tests.engine.test_late_masks import IMPATIENT, Lateness
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
-from tests.support.engines import HOOKED, WrappedForward, ahead, make_core
+from tests.support.engines import HOOKED, WrappedForward, ahead, grammars_limited, make_core
 
 IN_TORCH: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -165,7 +165,7 @@ def test_a_row_whose_mask_is_late_goes_on_with_the_right_state(
 ) -> None:
     prompts, params = PROMPTS[:4], [PARAMS[4], PARAMS[0], PARAMS[4], PARAMS[4]]
     expected = parts_of(forgetful.generate(prompts, params))
-    with make(model) as llm:
+    with make(model) as llm, grammars_limited(llm, IMPATIENT):
         lateness = Lateness(monkeypatch)
         lateness.begin()
         assert parts_of(llm.generate(prompts, params)) == expected

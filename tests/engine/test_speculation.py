@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.sampling import masks
-from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, GrammarLimits
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, GrammarLimits, Patience
 from chairlift.engine.text.deltas import CumulativeOutput
 from chairlift.engine.text.grammar import CompilerLimits
 from chairlift.engine.text.inputs import Generation
@@ -188,22 +187,12 @@ def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_none_behind_a_w
     assert accepted[0] == accepted[3] == accepted[4] < 20
 
 
-@pytest.fixture
-def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are waited for, however busy the machine is."""
-    for name in ("_MIN_PATIENCE_S", "_MAX_PATIENCE_S"):
-        monkeypatch.setattr(masks, name, 60.0)
-
-
 @needs_kernels
-@pytest.mark.usefixtures("no_clock")
 def test_what_a_grammar_forces_is_accepted_and_changes_nothing() -> None:
     params = SamplingParams(temperature=0.9, seed=7, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
     in_use = GrammarLimits(slow_s=60.0, long_foresight_s=60.0)  # so that none is too slow to guess
-    with (
-        LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm,
-        grammars_limited(llm, CompilerLimits(in_use=in_use)),
-    ):
+    limits = CompilerLimits(in_use=in_use, patience=Patience(min_s=60.0, max_s=60.0))  # however busy the machine is
+    with LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm, grammars_limited(llm, limits):
         (plain,) = llm.generate(["A fox"], params, options=RequestOptions(speculation="off"))
         (forced,) = llm.generate(["A fox"], params)
     assert answer(plain.outputs[0]) == answer(forced.outputs[0])

@@ -65,6 +65,22 @@ DEFAULT_LIMITS = GrammarLimits()
 
 
 @dataclass(frozen=True, slots=True)
+class Patience:
+    """Says how long a launch waits for masks after the forward pass, and then for tokens to be taken."""
+
+    share: float = 0.25  # of the launch's time so far, within these bounds
+    min_s: float = 0.005
+    max_s: float = 0.05
+
+    def after(self, elapsed_s: float) -> float:
+        """Returns seconds to wait in a launch that has taken `elapsed_s` so far."""
+        return min(max(self.share * elapsed_s, self.min_s), self.max_s)
+
+
+DEFAULT_PATIENCE = Patience()
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarProblem:
     """Says why a grammar cannot be compiled."""
 

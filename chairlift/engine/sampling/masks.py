@@ -23,7 +23,7 @@ from queue import SimpleQueue
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, Patience, explain
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,9 @@ def _token_consumer(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
 class MaskThreads:
     """Threads in three lanes: one thread takes tokens, some compute masks, one does both for slow sequences."""
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        """RuntimeError if threads cannot be started."""
+    def __init__(self, tokenizer: LLTokenizer, patience: Patience) -> None:
+        """`patience`: of launches that need masks. RuntimeError if threads cannot be started."""
+        self.patience = patience
         self._changed = threading.Condition()
         self._tokens, self._masks, self._slow = _Lane(), _Lane(), _Lane()
         num_mask_threads = max(2, min((os.cpu_count() or 1) * 4 // 5, _MAX_MASK_THREADS))

@@ -20,10 +20,6 @@ from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.plan import Grammar
 
-_MIN_PATIENCE_S = 0.005  # for masks after the forward pass, and then for tokens to be taken
-_MAX_PATIENCE_S = 0.05
-_PATIENCE = 0.25  # share of the launch's time so far, within these bounds
-
 
 class PendingMasks:
     """The masks of the rows of the logits that have a grammar; a guess's rows follow that of its request."""
@@ -81,7 +77,7 @@ class PendingMasks:
         """Returns what grammars allow, by row, as int32 `[words]`, a bit per token. Waits for masks if needed."""
         self.late.update(row for row in self.pending if self._grammars[row].is_stuck)
         self._settle(lambda grammar: grammar.mask is not None)
-        self._threads.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
+        self._threads.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience_s)
         masks = {row: each.mask for row, each in self._in_time()}
         self._drafted = {row: draft.masks for row, draft in self._drafts.items()}
         for row, drafted in self._drafted.items():
@@ -114,9 +110,8 @@ class PendingMasks:
         return GRAMMAR_LIMIT if grammar is not None and grammar.hit_limit else None
 
     @property
-    def _patience(self) -> float:
-        """Seconds to wait for masks."""
-        return min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
+    def _patience_s(self) -> float:
+        return self._threads.patience.after(time.perf_counter() - self._begin)
 
     def _in_time(self) -> list[tuple[int, TokenGrammar]]:
         return [(row, grammar) for row, grammar in self._grammars.items() if row not in self.late]
@@ -125,7 +120,7 @@ class PendingMasks:
         """Waits a little, though not for slow sequences, and records which are late."""
         rows = self._in_time()
         awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
-        self._threads.wait(lambda: all(map(is_done, awaited)), self._patience)
+        self._threads.wait(lambda: all(map(is_done, awaited)), self._patience_s)
         if not all(is_done(grammar) for _, grammar in rows):
             late = self._threads.put_off([grammar for _, grammar in rows], is_done)
             self.late.update(row for row, grammar in rows if grammar in late)

@@ -17,10 +17,12 @@ from typing import Any
 from chairlift.engine.forks import finalize
 from chairlift.engine.sampling.compiled_grammar import (
     DEFAULT_LIMITS,
+    DEFAULT_PATIENCE,
     PARSER_LIMITS,
     TOO_LARGE,
     CompiledGrammar,
     GrammarLimits,
+    Patience,
     explain,
 )
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
@@ -56,16 +58,23 @@ class CompilerLimits:
     max_unfinished: int = 64  # grammars that are being compiled or wait for that
     max_cache_bytes: int = 2**27
     in_use: GrammarLimits = DEFAULT_LIMITS  # of each grammar, once it was tried out
+    patience: Patience = DEFAULT_PATIENCE  # of launches; holds from the first grammar on
 
 
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Its methods may be called from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, *, tries_apart: bool = IS_POSSIBLE) -> None:
-        """`tries_apart`: grammars are tried out in a process of their own."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        tries_apart: bool = IS_POSSIBLE,
+        make_trials: Callable[[Callable[[], bytes]], GrammarTrials] = GrammarTrials,
+    ) -> None:
+        """`tries_apart`: grammars are tried out in a process of their own, by what `make_trials` makes."""
         self.limits = CompilerLimits()
         self._vocabulary, self._tries_apart = vocabulary, tries_apart
-        self._trials = GrammarTrials(self._settings)
+        self._trials = make_trials(self._settings)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
         self._mask_threads: list[MaskThreads] = []  # one, from the first grammar on
@@ -134,7 +143,7 @@ class GrammarCompiler:
         try:
             with self._lock:
                 if not self._mask_threads:
-                    self._mask_threads.append(MaskThreads(tokenizer))
+                    self._mask_threads.append(MaskThreads(tokenizer, self.limits.patience))
             fields = _prepared(json.loads(key))
             verdict = (
                 self._trials.perform(json.dumps(fields))

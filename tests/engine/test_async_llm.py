@@ -13,6 +13,7 @@ import pytest
 
 from chairlift import LLM, AsyncLLM, SamplingParams
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.engine.text.inputs import TextOptions
 from chairlift.engine.thread import Add
 from chairlift.errors import (
     EngineClosed,
@@ -223,18 +224,17 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
         assert (engine._mailboxes, engine._outputs._routes) == ({}, {})
 
 
-async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
-    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: object, __: int, ___: object) -> bool:
-        raise RuntimeError("no luck")
+class FailingWatcher:
+    """Cannot read what it is given. See `TextWatcher`."""
 
+    def push(self, text: str) -> bool:
+        raise RuntimeError(f"no luck with {len(text)} characters")
+
+
+async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(engine: AsyncLLM) -> None:
     staying = begin(last(engine.generate("hi", LONG)))
     await wait_for_slots(engine, 1)
-    generation = await engine.prepare("hi", LONG)
-    state = engine._outputs.open(generation)
-    monkeypatch.setattr(engine._outputs, "open", lambda _: state)
-    monkeypatch.setattr(state, "add", fail.__get__(state))
+    generation = await engine.prepare("hi", LONG, text_options=TextOptions(new_watcher=FailingWatcher))
     with pytest.raises(RequestFailed, match="RuntimeError: no luck"):
         await asyncio.wait_for(last(engine.run(generation)), DEADLINE_S)
     assert len((await staying).outputs[0].token_ids) == 80

@@ -8,18 +8,21 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from chairlift import LLM, AsyncLLM, SamplingParams
-from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
 from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.engine.text.inputs import Generation
 from chairlift.errors import InvalidRequest
 from chairlift.params import CompletionOutput, RequestOptions, StructuredOutputs
+from chairlift.scheduler import Request
 from tests.engine.async_support import DEADLINE_S, clock_of, last, wait_until, wait_until_idle
 from tests.engine.support import (
     END_TOKEN,
@@ -198,49 +201,77 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
     assert_idle(paced)
 
 
+MakeGrammar = Callable[[CompiledGrammar, MaskThreads], TokenGrammar]
+
+
+async def ruled_by(
+    engine: AsyncLLM, make: MakeGrammar, prompt: str, params: SamplingParams, **wishes: Any
+) -> Generation:
+    """A generation whose sequences have grammars that `make` makes."""
+    generation = await engine.prepare(prompt, params, **wishes)
+
+    def begin(request: Request) -> TokenGrammar:
+        assert request.new_grammar is not None
+        usual = request.new_grammar()
+        assert isinstance(usual, TokenGrammar)
+        return make(usual.compiled, usual.threads)
+
+    requests = [replace(each, new_grammar=partial(begin, each)) for each in generation.requests]
+    return replace(generation, requests=requests)
+
+
+class UncopiedGrammar(TokenGrammar):
+    def __init__(self, *_: object) -> None:
+        raise MemoryError("no luck")  # there is none for a copy of its matcher
+
+
+class MasklessGrammar(TokenGrammar):
+    def compute_mask(self) -> torch.Tensor:
+        raise RuntimeError("no luck")
+
+
 @pytest.mark.parametrize(
-    ("name", "error", "said", "num_tokens"),
+    ("make", "said", "num_tokens"),
     [
-        ("__init__", MemoryError("no luck"), "the request could not be started: no luck", 0),  # no copy of its matcher
-        ("compute_mask", RuntimeError("no luck"), "the grammar failed: RuntimeError: no luck", 1),  # under the first
+        (UncopiedGrammar, "the request could not be started: no luck", 0),
+        (MasklessGrammar, "the grammar failed: RuntimeError: no luck", 1),  # under the mask that it begins with
     ],
 )
-def test_a_grammar_that_cannot_be_begun_or_give_masks_ends_those_that_need_it_and_no_other(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, said: str, num_tokens: int
+async def test_a_grammar_that_cannot_be_begun_or_give_masks_ends_those_that_need_it_and_no_other(
+    engine: AsyncLLM, make: MakeGrammar, said: str, num_tokens: int
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    expected = tokens_of(llm.generate(["free"], GREEDY))
-    monkeypatch.setattr(TokenGrammar, name, fail)
-    one, free, two = llm.generate(["one", "free", "two"], [WORDS, GREEDY, WORDS])
+    expected = await last(engine.generate("free", GREEDY))
+    ruled = [await ruled_by(engine, make, prompt, WORDS) for prompt in ("one", "two")]
+    free = await engine.prepare("free", GREEDY)
+    one, beside, two = await asyncio.gather(*[last(engine.run(each)) for each in (ruled[0], free, ruled[1])])
     ends = [(choice.finish_reason, choice.error, len(choice.token_ids)) for choice in (one.outputs[0], two.outputs[0])]
     assert ends == [("abort", said, num_tokens)] * 2
-    assert tokens_of([free]) == expected
-    monkeypatch.undo()
-    assert_idle(llm)
+    assert tokens_of([beside]) == tokens_of([expected])
+    await wait_until_idle(engine)
 
 
 async def test_while_a_mask_never_comes_others_go_on_its_request_may_end_or_be_left_and_the_next_is_right(
-    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncLLM,
 ) -> None:
-    compute, entered, may_go_on = TokenGrammar.compute_mask, threading.Event(), threading.Event()
+    entered, may_go_on = threading.Event(), threading.Event()
 
-    def wait_and_compute(grammar: TokenGrammar) -> torch.Tensor:
-        entered.set()
-        assert may_go_on.wait(DEADLINE_S)
-        return compute(grammar)
+    class HeldGrammar(TokenGrammar):
+        def compute_mask(self) -> torch.Tensor:
+            entered.set()
+            assert may_go_on.wait(DEADLINE_S)
+            return super().compute_mask()
 
     expected = tokens_of([await last(engine.generate("hi", WORDS))])
-    monkeypatch.setattr(TokenGrammar, "compute_mask", wait_and_compute)
-    leaving = asyncio.create_task(last(engine.generate("left", WORDS.model_copy(update={"n": 2}))))
+    left = await ruled_by(engine, HeldGrammar, "left", WORDS.model_copy(update={"n": 2}))
+    leaving = asyncio.create_task(last(engine.run(left)))
     assert await asyncio.to_thread(entered.wait, DEADLINE_S)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     assert engine.num_unfinished == 0
     await wait_until_idle(engine)  # while the mask is still being computed
     with clock_of(engine) as clock:
-        stuck = asyncio.create_task(last(engine.generate("stuck", WORDS, options=RequestOptions(timeout=5.0))))
+        held = await ruled_by(engine, HeldGrammar, "stuck", WORDS, options=RequestOptions(timeout=5.0))
+        stuck = asyncio.create_task(last(engine.run(held)))
         await wait_until(lambda: core_of(engine).cache.slots_remaining == 1, "it runs")
         assert len((await last(engine.generate("free", GREEDY))).outputs[0].token_ids) == 12
         clock.advance(6.0)

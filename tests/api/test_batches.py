@@ -15,7 +15,7 @@ from openai.types import Batch
 from pydantic import SecretStr
 
 from chairlift.api import ServerConfig
-from chairlift.api.batches import BatchDirectory, claim_directory, executing_batches, executor
+from chairlift.api.batches import BatchDirectory, claim_directory, executing_batches
 from chairlift.api.batches.shapes import FileObject
 from chairlift.api.http.access import BATCH_HEADER, IDLE_PRIORITY, Client
 from chairlift.api.http.connections import connections_of
@@ -27,11 +27,6 @@ from tests.engine.async_support import DEADLINE_S, wait_until
 
 PATH = "/v1/completions"
 OVER = ("completed", "failed", "cancelled", "expired")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "POLL_S", 0.01)
 
 
 def lines(*ids: str, url: str = PATH, **fields: Any) -> bytes:
@@ -46,7 +41,7 @@ async def executing(server: Server) -> AsyncIterator[None]:
     await runner.setup()
     assert runner.server is not None
     make_protocol = connections_of(runner.server, ServerConfig())
-    async with executing_batches(server.api.service.batches, server.api.keys, 4, make_protocol):
+    async with executing_batches(server.api.service.batches, server.api.keys, 4, make_protocol, 0.01):
         yield
 
 

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 
 from chairlift.__main__ import main
-from chairlift.api.batches import runner
 from chairlift.api.batches.lines import BatchRequest, Reply, ReplyFile, check_requests, read_requests
 from chairlift.api.batches.runner import make_requests
 from chairlift.errors import ConfigurationError
@@ -127,12 +126,11 @@ async def ask(url: str, lines: Path, concurrency: int = 1) -> dict[str, Reply]:
         replies[request.custom_id] = reply
 
     async with aiohttp.ClientSession() as session:
-        await make_requests(read_requests(lines), session, url, concurrency, note)
+        await make_requests(read_requests(lines), session, url, concurrency, note, first_wait_s=0.001)
     return replies
 
 
-async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.001)
+async def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
     statuses = iter([503, 429, 200, *[503] * 5])
 
     async def handle(request: web.Request) -> web.Response:
@@ -145,11 +143,7 @@ async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.
     assert (replies["second"].status, replies["second"].is_good) == (503, False)
 
 
-async def test_a_server_that_is_gone_or_says_no_json_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.001)
-
+async def test_a_server_that_is_gone_or_says_no_json_is_a_failure(tmp_path: Path) -> None:
     async def handle(_: web.Request) -> web.Response:
         return web.Response(text="<html>proxy</html>")
 

@@ -25,7 +25,6 @@ from chairlift.api.http.access import KeyRing
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
 _CLEANING_S = 60.0
 _OUTPUT_LIFE_S = 30 * 86400  # of files of replies
 _MAX_MISTAKES = 100
@@ -38,10 +37,11 @@ async def executing_batches(
     keys: KeyRing,
     num_slots: int,
     make_protocol: Callable[[], asyncio.BaseProtocol],
+    poll_s: float = 0.5,
 ) -> AsyncIterator[None]:
     """Runs batches until the context is left; requests in flight are then given up, and made again by the next server.
 
-    `directory` None: does nothing. `make_protocol`: of the server that is asked.
+    `directory` None: does nothing. `make_protocol`: of the server that is asked. `poll_s`: between two looks.
     """
     if directory is None:
         yield
@@ -49,7 +49,7 @@ async def executing_batches(
     with tempfile.TemporaryDirectory(prefix="chairlift-", ignore_cleanup_errors=True) as folder:
         path = str(Path(folder) / "socket")
         server = await asyncio.get_running_loop().create_unix_server(make_protocol, path)
-        executor = BatchExecutor(directory, keys, path, num_slots)
+        executor = BatchExecutor(directory, keys, path, num_slots, poll_s)
         task = asyncio.create_task(executor.run(), name="chairlift-batches")
         try:
             yield
@@ -62,9 +62,9 @@ async def executing_batches(
 class BatchExecutor:
     """Looks for batches that are not over, and runs them."""
 
-    def __init__(self, directory: BatchDirectory, keys: KeyRing, socket: str, num_slots: int) -> None:
+    def __init__(self, directory: BatchDirectory, keys: KeyRing, socket: str, num_slots: int, poll_s: float) -> None:
         """`num_slots`: of the engine; some are left free, so that other requests need not wait for one."""
-        self._directory, self._keys, self._socket = directory, keys, socket
+        self._directory, self._keys, self._socket, self._poll_s = directory, keys, socket, poll_s
         self._concurrency = max(1, num_slots - max(1, num_slots // 8))
         self._turns = asyncio.Semaphore(self._concurrency)  # of all batches together
         self._running: dict[str, asyncio.Task[None]] = {}  # by owner
@@ -79,7 +79,7 @@ class BatchExecutor:
             except (Timeout, OSError) as error:
                 if not isinstance(error, Timeout):
                     logger.error("batches wait: %s", error)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _run_all(self) -> None:
         cleaned = -_CLEANING_S
@@ -92,7 +92,7 @@ class BatchExecutor:
                     for owner, batch in await asyncio.to_thread(self._find_work):
                         name = f"chairlift-{batch.id}"
                         self._running[owner] = asyncio.create_task(self._run(owner, batch), name=name)
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._poll_s)
         finally:
             for task in self._running.values():
                 task.cancel()
@@ -137,7 +137,7 @@ class BatchExecutor:
             )
             try:
                 while not work.done() and not await asyncio.to_thread(opened.must_stop):
-                    await asyncio.wait([work], timeout=POLL_S)
+                    await asyncio.wait([work], timeout=self._poll_s)
                 if work.done():
                     work.result()
             finally:

@@ -13,7 +13,7 @@ from chairlift.api.batches.lines import BatchRequest, Reply
 
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _NUM_TRIES = 5
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_LONGEST_WAIT_S = 60.0
 
 
 async def make_requests(
@@ -24,17 +24,19 @@ async def make_requests(
     note: Callable[[BatchRequest, Reply], None],
     num_tries: int | None = _NUM_TRIES,
     turns: AbstractAsyncContextManager[object] | None = None,
+    first_wait_s: float = 1.0,
 ) -> None:
     """Makes all requests of the server at `url`. `note` gets each reply, in the order in which they come.
 
     A busy server (429, 503) and one that cannot be reached are asked `num_tries` times; None: until they answer.
-    `turns`: entered for each request, which limits those of several batches.
+    `turns`: entered for each request, which limits those of several batches. `first_wait_s`: before a request is made
+    again; doubles each time.
     """
 
     async def work() -> None:
         for request in requests:  # shared: each takes the next one
             async with turns or nullcontext():
-                reply = await _ask(session, url, request, num_tries)
+                reply = await _ask(session, url, request, num_tries, first_wait_s)
             note(request, reply)
 
     async with asyncio.TaskGroup() as workers:
@@ -42,8 +44,10 @@ async def make_requests(
             workers.create_task(work())
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, request: BatchRequest, num_tries: int | None) -> Reply:
-    reply, wait_s = Reply(0, None, "not asked"), _FIRST_WAIT_S
+async def _ask(
+    session: aiohttp.ClientSession, url: str, request: BatchRequest, num_tries: int | None, wait_s: float
+) -> Reply:
+    reply = Reply(0, None, "not asked")
     for attempt in itertools.count() if num_tries is None else range(num_tries):
         if attempt:
             await asyncio.sleep(wait_s)

@@ -13,7 +13,7 @@ import torch
 
 from chairlift.cache.layout import CacheLayout, Kept, KVCacheParams, Place, StateParams
 from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.cache.memory import AllocateBlocks, MappedMemory, allocate_blocks
 from chairlift.cache.state_books import StateBooks
 from chairlift.cache.states import SlotStates, StateMemory
 from chairlift.cache.transfer import copy_in
@@ -98,12 +98,14 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         states: Sequence[StateParams | None] = (),
         num_snapshots: int = 0,
         max_tentative: int = 1,
+        allocate: AllocateBlocks = allocate_blocks,
     ) -> None:
         """`params`: of all layers, or what each keeps. `max_tokens`: that all slots together may have memory for.
 
         `max_tokens` None: all can be full. `states`: recurrent states by layer, empty without any; `num_snapshots`:
-        further rows for them; `max_tentative`: tokens of a row that can be taken back. ValueError for inconsistent
-        numbers, and as in `CacheLayout.of`; MemoryError, or RuntimeError as torch does, if there is no memory.
+        further rows for them; `max_tentative`: tokens of a row that can be taken back. `allocate`: makes the memory of
+        each group of layers. ValueError for inconsistent numbers, and as in `CacheLayout.of`; MemoryError, or
+        RuntimeError as torch does, if there is no memory.
         """
         self.layout = CacheLayout.of(params, num_layers, states)
         if len(devices) != self.layout.n_devices:
@@ -119,7 +121,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         self.devices = [torch.device(device) for device in devices]
         # Zeros: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
         shapes = [(group.block_shape(max_cache_batch_size, max_seq_len), group.params) for group in self.layout.groups]
-        allocated = [[allocate_blocks(shape, each.dtype, device) for shape, each in shapes] for device in self.devices]
+        allocated = [[allocate(shape, each.dtype, device) for shape, each in shapes] for device in self.devices]
         self.memories = [memory for groups in allocated for memory in groups]
         self.blocks = [first.blocks for first, *_ in allocated]
         self._further_blocks = [tuple(memory.blocks for memory in further) for _, *further in allocated]

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -116,6 +117,10 @@ class MappedMemory:
 def _round_up(num_bytes: int) -> int:
     """Rounds up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+AllocateBlocks = Callable[[list[int], torch.dtype, torch.device], DenseMemory | MappedMemory]
+"""Allocates blocks of zeros of that shape."""
 
 
 def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> DenseMemory | MappedMemory:

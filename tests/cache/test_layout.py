@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheCollection, KVCacheParams, manager
+from chairlift.cache import ContinuousBatchingKVCacheCollection, KVCacheParams
 from chairlift.cache import ContinuousBatchingKVCacheManager as Manager
 from chairlift.cache.layout import CacheLayout, Kept, Place, SharedWith
-from chairlift.cache.memory import DenseMemory, MappedMemory
+from chairlift.cache.memory import AllocateBlocks, DenseMemory, allocate_blocks
 
 WIDE = KVCacheParams(torch.float32, n_kv_heads=2, head_dim=16)
 NARROW = KVCacheParams(torch.float32, n_kv_heads=1, head_dim=32)
@@ -23,17 +23,20 @@ TOKEN_BYTES = 4 * 2 * 2 * 16 * 4 + 2 * 2 * 1 * 32 * 4  # four layers and two, of
 
 @pytest.fixture(
     params=[
-        DenseMemory,
-        pytest.param(MappedMemory, marks=pytest.mark.skipif(sys.platform != "linux", reason="mapped on Linux only")),
+        pytest.param(DenseMemory, id="dense"),
+        pytest.param(
+            allocate_blocks,
+            id="mapped",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="mapped on Linux only"),
+        ),
     ]
 )
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Manager]:
+def make(request: pytest.FixtureRequest) -> Callable[..., Manager]:
     """Makes a cache of these layers, in memory of either kind."""
-    if request.param is DenseMemory:
-        monkeypatch.setattr(manager, "allocate_blocks", DenseMemory)
+    allocate: AllocateBlocks = request.param
 
     def make_cache(layers: Sequence[Kept] = LAYERS, devices: int = 1, **options: Any) -> Manager:
-        return Manager(layers, NUM_SLOTS, SLOT_LEN, len(layers), ["cpu"] * devices, **options)
+        return Manager(layers, NUM_SLOTS, SLOT_LEN, len(layers), ["cpu"] * devices, allocate=allocate, **options)
 
     return make_cache
 

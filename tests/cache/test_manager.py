@@ -13,6 +13,7 @@ import torch
 
 from chairlift.cache import CacheFull, InputSymbol, KVCacheParams
 from chairlift.cache import ContinuousBatchingKVCacheManager as Manager
+from chairlift.cache.memory import DenseMemory
 from chairlift.errors import ChairliftError
 
 PARAMS = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=8)
@@ -204,19 +205,18 @@ def test_what_the_books_owe_the_blocks_is_done_in_order_before_anything_is_fetch
     assert not manager.owed
 
 
-def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = make_manager(3)
+def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out() -> None:
+    scrubbed: list[int] = []
+
+    class InterruptedMemory(DenseMemory):
+        def clear(self, slot: int, start: int, end: int) -> None:
+            scrubbed.append(slot)
+            if len(scrubbed) == 2:
+                raise KeyboardInterrupt
+            super().clear(slot, start, end)
+
+    manager = Manager(PARAMS, 3, 32, num_layers=3, devices=["cpu"], allocate=InterruptedMemory)
     manager.blocks[0].normal_()
-    (memory,) = manager.memories
-    clear, scrubbed = memory.clear, []
-
-    def interrupted(slot: int, start: int, end: int) -> None:
-        scrubbed.append(slot)
-        if len(scrubbed) == 2:
-            raise KeyboardInterrupt
-        clear(slot, start, end)
-
-    monkeypatch.setattr(memory, "clear", interrupted)
     for slot in manager.claim(3):
         manager.grow(slot, 32)
         manager.scrub(slot, 0)

@@ -60,7 +60,13 @@ class Executor:
         self.pacing = self._choose_pacing(device, resolved)
         sizes = [] if self._padded_forward is None else padded_sizes(resolved.max_num_batched_tokens, resolved.slot_len)
         fitted = fit_cache(
-            config, resolved, shape, self.forward, ranks.least, num_recorded_tokens=max(sizes, default=0)
+            config,
+            resolved,
+            shape,
+            self.forward,
+            ranks.least,
+            num_recorded_tokens=max(sizes, default=0),
+            make_sampler=parts.make_sampler,
         )
         self.config: ResolvedConfig = fitted
         self.is_divided = config.tensor_parallel_size > 1

@@ -250,21 +250,19 @@ def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
     assert fitted.cache_tokens == int(num_bytes) // 2**16 // 64 * 64
 
 
-def test_a_dummy_run_samples_all_rows_with_penalties_filters_and_log_probabilities(
-    forward: TorchForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dummy_run_samples_all_rows_with_penalties_filters_and_log_probabilities(forward: TorchForward) -> None:
     seen: list[Any] = []
 
-    def sample(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
-        assert batch.penalties is not None
-        assert batch.draws is not None
-        counts = self._penalties._num_generated
-        assert counts is not None
-        kinds = batch.draws.kind, len(batch.draws.rows), len(batch.penalties.rows), batch.num_top_logprobs
-        seen.extend((logits.shape, *kinds, counts.shape))
-        return real(self, logits, batch, step)
+    class NotingSampler(Sampler):
+        def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
+            assert batch.penalties is not None
+            assert batch.draws is not None
+            counts = self._penalties._num_generated
+            assert counts is not None
+            kinds = batch.draws.kind, len(batch.draws.rows), len(batch.penalties.rows), batch.num_top_logprobs
+            seen.extend((logits.shape, *kinds, counts.shape))
+            return super().sample(logits, batch, step)
 
-    real = Sampler.sample
-    monkeypatch.setattr(Sampler, "sample", sample)
-    fitted(forward)
+    resolved = resolved_config("model", device="cuda:0", max_batch_size=50, max_seq_len=4096)
+    fit_cache(EngineConfig(), resolved, SHAPE, forward, gpu=OtherGpu(), make_sampler=NotingSampler)
     assert seen == [(50, 259), DrawKind.TOP, 50, 50, [20] * 50, (50, 259)]

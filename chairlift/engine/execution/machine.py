@@ -99,11 +99,13 @@ def fit_cache(
     host: Host = _HOST,
     gpu: Gpu | None = None,
     num_recorded_tokens: int = 0,
+    make_sampler: Callable[[int, int, torch.device], Sampler] = Sampler,
 ) -> ResolvedConfig:
     """`resolved`, with as many slots as there is memory for beside the loaded model and a step.
 
     `least`: maps this rank's number to the lowest of all ranks. `gpu` None: the one that `resolved` names.
     `num_recorded_tokens`: of the largest step with prompts in it that graphs are recorded for; they keep its memory.
+    `make_sampler`: see `Parts`.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
     if isinstance(forward, _Sized):
@@ -111,7 +113,7 @@ def fit_cache(
     if resolved.device == "cpu" or not isinstance(forward, _Measurable):
         return resolved
     gpu = gpu or Gpu.named(resolved.device)
-    num_free_bytes = _measure_free_bytes(forward, resolved, gpu, num_recorded_tokens)
+    num_free_bytes = _measure_free_bytes(forward, resolved, gpu, num_recorded_tokens, make_sampler)
     fitted = fit_slots(config, resolved, model, least(num_free_bytes))
     logger.info(
         "%d slots of %d tokens: a cache of %s",
@@ -132,13 +134,19 @@ def _fit_host_cache(
     return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
 
 
-def _measure_free_bytes(forward: _Measurable, config: ResolvedConfig, gpu: Gpu, num_recorded_tokens: int) -> int:
+def _measure_free_bytes(
+    forward: _Measurable,
+    config: ResolvedConfig,
+    gpu: Gpu,
+    num_recorded_tokens: int,
+    make_sampler: Callable[[int, int, torch.device], Sampler],
+) -> int:
     """The device's free bytes beside the weights, the largest step and, if there are any, graphs of such steps."""
     num_weight_bytes = gpu.begin_measuring()
 
     def run_step() -> None:
         logits = forward.dummy_run(config.max_num_batched_tokens, config.max_batch_size)
-        Sampler(logits.shape[1], len(logits), logits.device).dummy_run(logits)
+        make_sampler(logits.shape[1], len(logits), logits.device).dummy_run(logits)
 
     try:
         num_step_bytes = _peak_bytes(gpu, run_step)

@@ -62,6 +62,7 @@ class EngineCore:
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
             saved=self._saved,
+            new_queue=parts.new_queue,
         )
         self.scheduler.placement.has_other_ranks = config.tensor_parallel_size > 1
         self._is_steps_auto = config.max_steps_per_launch == "auto"

@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
 from weakref import ref
@@ -23,7 +24,7 @@ from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, Requ
 from chairlift.prompt_work import PromptTask
 from chairlift.scheduler import TokenEvent
 
-_PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
+_BAR: Callable[..., "tqdm[Any]"] = partial(tqdm, delay=1.0, unit="req")  # delay: short work needs no progress bar
 _SAVE_S = 10.0  # to save prompts, when the engine is closed
 _SAVE_PATIENCE_S = 0.05  # to wait for the disk, while calls wait
 
@@ -44,13 +45,17 @@ class LLM:
         self._use(EngineCore(EngineConfig(model=model, **config)))
 
     @classmethod
-    def of(cls, core: EngineCore) -> Self:
-        """Returns one for an engine that was made of other `Parts`; only its calls may use that from here on."""
+    def of(cls, core: EngineCore, make_bar: Callable[..., "tqdm[Any]"] = _BAR) -> Self:
+        """Returns one for an engine that was made of other `Parts`; only its calls may use that from here on.
+
+        `make_bar`: makes progress bars, with tqdm's arguments `total` and `disable`.
+        """
         llm = cls.__new__(cls)
-        llm._use(core)
+        llm._use(core, make_bar)
         return llm
 
-    def _use(self, core: EngineCore) -> None:
+    def _use(self, core: EngineCore, make_bar: Callable[..., "tqdm[Any]"] = _BAR) -> None:
+        self._make_bar = make_bar
         self._home = Home()
         self._core: EngineCore | None = core
         self._idle_after = core.idle_after
@@ -203,7 +208,7 @@ class LLM:
         self, generations: list[Generation], use_tqdm: bool, keep_on_interrupt: bool = False
     ) -> list[GenerationState]:
         disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
-        with self._lock, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
+        with self._lock, self._make_bar(total=len(generations), disable=disable) as bar:
             core = self._usable_core()
             self._stop_idle_timer()
             states = [self._outputs.open(generation) for generation in generations]

@@ -22,6 +22,8 @@ from chairlift.engine.interpreter import start_interpreter
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.models import Checkpoint, load_forward
 from chairlift.models.attention import Forward
+from chairlift.scheduler.fair_queue import FairQueue
+from chairlift.scheduler.request_queue import RequestQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class Parts:
 
     make_sampler: Callable[[int, int, torch.device], Sampler] = Sampler
     make_runner: Callable[..., ModelRunner] = ModelRunner
+
+    new_queue: Callable[[], RequestQueue] = FairQueue
+    """Makes the queue of requests, which decides who is next."""
 
     clock: Callable[[], float] = time.perf_counter
     """Seconds, by which requests expire."""

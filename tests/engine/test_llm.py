@@ -3,20 +3,26 @@
 import io
 import json
 import shutil
-import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tqdm import tqdm
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import llm as llm_module
 from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.runner import Launch
 from chairlift.errors import EngineClosed, InvalidRequest, QueueFull
 from chairlift.params import RequestOptions
-from tests.engine.support import END_TOKEN, GREEDY, PROMPTS, VOCAB_SIZE, assert_idle, make_llm, tokens_of
+from chairlift.plan import StepPlan
+from tests.engine.support import END_TOKEN, ENGINE, GREEDY, PROMPTS, VOCAB_SIZE, assert_idle, make_llm, tokens_of
+from tests.scheduler.first_come_queue import FirstComeQueue
+from tests.support.engines import HOOKED, hooked, make_core
 
 HI, HO = ([{"role": "user", "content": text}] for text in ("hi", "ho"))
 RANDOM = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -146,15 +152,27 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_there_is_a_progress_bar_on_a_terminal_only_and_if_wanted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "_PROGRESS_DELAY_S", 0.0)
+def test_there_is_a_progress_bar_on_a_terminal_only_and_if_wanted(tiny: str) -> None:
     shown = []
     for stream, use_tqdm in [(io.StringIO(), True), (Terminal(), False), (Terminal(), True)]:
-        monkeypatch.setattr(sys, "stderr", stream)
-        llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
+        with LLM.of(make_core(tiny, max_batch_size=3, **ENGINE), make_bar=partial(tqdm, file=stream)) as llm:
+            llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
         shown.append(stream.getvalue())
     assert shown[:2] == ["", ""]
     assert "8/8" in shown[2]
+
+
+def test_an_engine_may_have_another_queue(tiny: str) -> None:
+    served: list[str] = []
+
+    def note(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        served.extend(row.key.tag.split("-")[0] for row in plan.rows)
+        return launch(plan)
+
+    core = make_core(tiny, replace(HOOKED, new_queue=FirstComeQueue), **ENGINE, max_batch_size=1)
+    with LLM.of(core) as llm, hooked(llm, note):
+        llm.generate(["first", "urgent"], GREEDY, options=[RequestOptions(), RequestOptions(priority=-1)])
+    assert list(dict.fromkeys(served)) == ["0", "1"]
 
 
 def test_what_is_wrong_is_refused_before_anything_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

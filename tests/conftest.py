@@ -54,6 +54,12 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+@pytest.fixture
+def stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps frozen what all tests have imported: a load test would unfreeze it, and the next one would collect it."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
 @pytest.hookimpl(trylast=True)  # after the fixtures of the file, whose engines would stay frozen otherwise
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:

@@ -8,13 +8,12 @@ time a request was due. So a stalled server does not delay its own measurement (
 import asyncio
 import gc
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, TextIO
 
 from aiohttp import ClientSession
 from tqdm import tqdm
@@ -188,9 +187,12 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(num_requests: int) -> AsyncIterator[Watch]:
-    """A watch that samples until the context is left, and shows on a terminal alone (`disable=None`)."""
-    with tqdm(total=num_requests, unit="request", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
+async def watching(num_requests: int, stream: TextIO | None = None) -> AsyncIterator[Watch]:
+    """A watch that samples until the context is left, and shows on a terminal alone (`disable=None`).
+
+    `stream`: None is standard error.
+    """
+    with tqdm(total=num_requests, unit="request", disable=None, file=stream, dynamic_ncols=True) as bar:
         watch = Watch(bar)
         sampling = asyncio.create_task(watch.sample_lag())
         try:

@@ -1,6 +1,5 @@
 """Users who share a system prompt: what they send, what comes of it, and the command with real servers."""
 
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -185,10 +184,8 @@ def test_the_json_has_every_time_and_what_comes_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_real_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: RunScript
-) -> None:
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # what all tests have imported: each load test would collect it
+@pytest.mark.usefixtures("stays_frozen")
+def test_the_command_measures_real_servers(tmp_path: Path, run_script: RunScript) -> None:
     make_checkpoint(tmp_path / "weights")
     flags = ["--model", str(tmp_path / "weights"), "--dtype", "float32", "--threads", "1", "--rounds", "1"]
     users = ["--users", "2", "--prefix-tokens", "60", "--question-tokens", "4", "--output-tokens", "4"]

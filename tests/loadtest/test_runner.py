@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -51,12 +50,6 @@ class Ran(NamedTuple):
 
 
 Bench = Callable[..., Awaitable[Ran]]
-
-
-@pytest.fixture
-def stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all tests have imported, which `run` would unfreeze, so that its next garbage collection took a second."""
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture
@@ -377,15 +370,17 @@ async def test_a_blocked_event_loop_is_seen_as_lag_and_it_is_sampled_until_the_e
     assert len(asyncio.all_tasks()) == num_tasks
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "is_terminal"), [(Terminal(), True), (StringIO(), False)])
 async def test_a_terminal_sees_how_far_it_is_and_what_failed_and_a_file_nothing(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+    stream: StringIO, is_terminal: bool
 ) -> None:
-    stderr = StringIO()
-    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    async with watching(4) as watch:
+    async with watching(4, stream) as watch:
         watch.add(record(0))
         watch.add(failed(1, BUSY))
-    shown = stderr.getvalue()
+    shown = stream.getvalue()
     assert ("2/4" in shown, "1 failed" in shown, shown == "") == (is_terminal, is_terminal, not is_terminal)

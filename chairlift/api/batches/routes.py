@@ -17,6 +17,7 @@ from chairlift.api.batches.shapes import (
     DeletedFile,
     FileList,
     FileObject,
+    ListPage,
     RequestCounts,
 )
 from chairlift.api.batches.uploads import read_upload
@@ -28,7 +29,7 @@ from chairlift.errors import InvalidRequest
 _MAX_LISTED = 100
 _DEFAULT_LISTED = 20
 _OFF = "this server keeps no files and batches; it was started with --max-batch-bytes 0"
-_Item = TypeVar("_Item", FileObject, Batch)
+_Page = TypeVar("_Page", bound=ListPage)
 
 
 def _with_directory(
@@ -59,9 +60,7 @@ async def _upload(service: Service, directory: BatchDirectory, owner: str, reque
 @_with_directory
 async def _list_files(_: Service, directory: BatchDirectory, owner: str, request: web.Request) -> web.Response:
     files, purpose = await asyncio.to_thread(directory.files, owner), request.query.get("purpose")
-    some, has_more = _page(request, [each for each in files if purpose in (None, each.purpose)], 10_000)
-    first, last = _ends(some)
-    return json_reply(FileList(data=some, first_id=first, last_id=last, has_more=has_more))
+    return json_reply(_page_of(FileList, request, [each for each in files if purpose in (None, each.purpose)], 10_000))
 
 
 @_with_directory
@@ -113,9 +112,8 @@ async def _create(service: Service, directory: BatchDirectory, owner: str, reque
 
 @_with_directory
 async def _list_batches(_: Service, directory: BatchDirectory, owner: str, request: web.Request) -> web.Response:
-    some, has_more = _page(request, await asyncio.to_thread(directory.batches, owner), _MAX_LISTED)
-    first, last = _ends(some)
-    return json_reply(BatchList(data=some, first_id=first, last_id=last, has_more=has_more))
+    batches = await asyncio.to_thread(directory.batches, owner)
+    return json_reply(_page_of(BatchList, request, batches, _MAX_LISTED))
 
 
 @_with_directory
@@ -128,8 +126,8 @@ async def _cancel(_: Service, directory: BatchDirectory, owner: str, request: we
     return json_reply(await asyncio.to_thread(directory.ask_to_cancel, owner, request.match_info["id"]))
 
 
-def _page(request: web.Request, items: Sequence[_Item], most: int) -> tuple[list[_Item], bool]:
-    """The part of a list that the query asks for, and whether there is more."""
+def _page_of(kind: type[_Page], request: web.Request, items: Sequence[FileObject | Batch], most: int) -> _Page:
+    """Makes the part of a list that the query asks for."""
     order, after = request.query.get("order", "desc"), request.query.get("after")
     limit = request.query.get("limit", str(_DEFAULT_LISTED if most == _MAX_LISTED else most))
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= most):
@@ -141,11 +139,7 @@ def _page(request: web.Request, items: Sequence[_Item], most: int) -> tuple[list
     if after is not None and after not in ids:
         raise InvalidRequest(f"after: there is no {after!r} in this list", "after")
     begin = 0 if after is None else ids.index(after) + 1
-    return ordered[begin : begin + int(limit)], begin + int(limit) < len(ordered)
-
-
-def _ends(items: Sequence[_Item]) -> tuple[str | None, str | None]:
-    return (items[0].id, items[-1].id) if items else (None, None)
+    return kind.of(ordered[begin : begin + int(limit)], has_more=begin + int(limit) < len(ordered))
 
 
 _FILE, _BATCH = "/v1/files/{id}", "/v1/batches/{id}"

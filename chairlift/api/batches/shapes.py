@@ -1,7 +1,8 @@
 """Files and batches as clients see them, and as they are kept on disk."""
 
 import time
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -26,12 +27,24 @@ class FileObject(BaseModel):
     status: Literal["processed"] = "processed"
 
 
-class FileList(BaseModel):
+class ListPage(BaseModel):
+    """A part of a list, in the order that was asked for."""
+
     object: Literal["list"] = "list"
-    data: list[FileObject]
+    data: list[Any]
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool = False
+
+    @classmethod
+    def of(cls, items: "Sequence[FileObject | Batch]", *, has_more: bool) -> Self:
+        """Makes one of what it holds."""
+        first_id, last_id = (items[0].id, items[-1].id) if items else (None, None)
+        return cls(data=list(items), first_id=first_id, last_id=last_id, has_more=has_more)
+
+
+class FileList(ListPage):
+    data: list[FileObject]
 
 
 class DeletedFile(BaseModel):
@@ -91,12 +104,8 @@ class Batch(BaseModel):
         return self.model_copy(update={"status": status, f"{status}_at": int(time.time()), **changes})
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
+class BatchList(ListPage):
     data: list[Batch]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool = False
 
 
 class BatchBody(ModelBody):

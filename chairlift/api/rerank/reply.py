@@ -66,17 +66,31 @@ class ScoreList(WholeReply):
         return self.data
 
 
-class RankingReply(UnstreamedReply):
-    """One reply to one request for a ranking."""
+class _ScoredReply(UnstreamedReply):
+    """The base of both replies: one to one request."""
+
+    def __init__(self, kind: str, model: str, scores: Scores) -> None:
+        """`kind`: the beginning of its id."""
+        self.id = f"{kind}-{uuid4().hex}"
+        self._model, self._scores = model, scores
+
+    def _scores_of(self, outputs: Sequence[RequestDelta]) -> list[float]:
+        for output in outputs:
+            output.check_result()
+        return self._scores([output.prompt_result for output in outputs])
+
+
+class RankingReply(_ScoredReply):
+    """Ranks documents."""
 
     def __init__(self, body: RerankRequest, model: str, scores: Scores) -> None:
-        self.id = f"rerank-{uuid4().hex}"
-        self._model, self._scores, self._num_told = model, scores, body.top_n
+        super().__init__("rerank", model, scores)
+        self._num_told = body.top_n
         self._texts = body.texts if body.return_documents is not False else None
 
     def whole(self, outputs: list[RequestDelta]) -> Ranking:
         """See `Reply`. Of equal documents the first comes first."""
-        scores = self._scores(_results_of(outputs))
+        scores = self._scores_of(outputs)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._num_told]
         results = [
             RankedDocument(index=index, relevance_score=scores[index], document=self._document(index)) for index in best
@@ -87,16 +101,16 @@ class RankingReply(UnstreamedReply):
         return None if self._texts is None else RankedText(text=self._texts[index])
 
 
-class ScoresReply(UnstreamedReply):
-    """One reply to one request for scores."""
+class ScoresReply(_ScoredReply):
+    """Scores pairs."""
 
     def __init__(self, model: str, scores: Scores) -> None:
-        self.id = f"score-{uuid4().hex}"
-        self._model, self._scores, self._created = model, scores, int(time.time())
+        super().__init__("score", model, scores)
+        self._created = int(time.time())
 
     def whole(self, outputs: list[RequestDelta]) -> ScoreList:
         """See `Reply`."""
-        scores = enumerate(self._scores(_results_of(outputs)))
+        scores = enumerate(self._scores_of(outputs))
         return ScoreList(
             id=self.id,
             created=self._created,
@@ -104,9 +118,3 @@ class ScoresReply(UnstreamedReply):
             data=[PairScore(index=index, score=score) for index, score in scores],
             usage=PromptUsage.of(outputs),
         )
-
-
-def _results_of(outputs: Sequence[RequestDelta]) -> list[PromptResult | None]:
-    for output in outputs:
-        output.check_result()
-    return [output.prompt_result for output in outputs]

@@ -102,7 +102,7 @@ async def _open(headers: dict[str, str]) -> aiohttp.ClientSession:
 
 
 def _found(reply: Any, *keys: str | int) -> Any:
-    """What a reply has in these places, one in the other; None if it has not."""
+    """Finds what a reply has in these places, one in the other; None if it has not."""
     for key in keys:
         try:
             reply = reply[key]

@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 
 FORMAT = 1
-"""Of the files. It is a part of the identity of a cache, so files of another format are in another directory."""
+"""Numbers the format of files. It is a part of the identity of a cache, so each format has a directory of its own."""
 
 _MAGIC = b"chairlift-prefix"
 _FIELDS = struct.Struct("<16sII16s16sQI")

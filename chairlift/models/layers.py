@@ -199,7 +199,7 @@ class UnitNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a layer may fold into a product: the norm of its input, the residual."""
+    """Says what a layer may fold into a product: the norm of its input, the residual."""
 
     norm: RMSNorm | None = None
     adds: bool = False

@@ -28,7 +28,7 @@ class BatchRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a request got: a status and JSON, or in `failure` why there is none."""
+    """Holds what a request got: a status and JSON, or in `failure` why there is none."""
 
     status: int
     body: Any
@@ -56,7 +56,7 @@ def read_requests(path: Path, but: Collection[str] = ()) -> Iterator[BatchReques
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What is wrong with a line of a file, counted from 1."""
+    """Says what is wrong with a line of a file, counted from 1."""
 
     line: int
     message: str

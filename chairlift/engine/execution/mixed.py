@@ -60,7 +60,7 @@ def max_prompts(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """What a replay computed, on the device, valid until the next one."""
+    """Holds what a replay computed, on the device, valid until the next one."""
 
     hidden: torch.Tensor  # [T, hidden]
     places: torch.Tensor  # int32 [N]: tokens after which one is sampled

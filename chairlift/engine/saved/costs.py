@@ -1,4 +1,4 @@
-"""What it costs to read a prefix and to compute it, and what the saved ones have been good for."""
+"""Learns what it costs to read a prefix and to compute it, and what the saved ones have been good for."""
 
 import threading
 from collections import deque

@@ -28,7 +28,7 @@ _FRESH_NS = 60 * 10**9  # a file that was used in this time is not dated again
 
 @dataclass(slots=True)
 class _Plan:
-    """What is left to save of a warm slot that holds these tokens."""
+    """Says what is left to save of a warm slot that holds these tokens."""
 
     prefix: WarmPrefix
     keys: PrefixKeys

@@ -205,7 +205,7 @@ class InputProcessor:
         return partial(Drafter, prompt_len, prediction)
 
     def _task_of(self, params: SamplingParams, given: PromptTask | None, param: str) -> PromptTask | None:
-        """What is wanted of the prompt. InvalidRequest if the model cannot compute what is wanted."""
+        """Returns what is wanted of the prompt. InvalidRequest if the model cannot compute what is wanted."""
         if not self._has_head and not isinstance(given, PoolTask):
             raise InvalidRequest("this checkpoint has no head (lm_head): it makes embeddings, and no text", param)
         return given if params.prompt_logprobs is None else ScoreTask(params.prompt_logprobs)

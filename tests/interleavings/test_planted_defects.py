@@ -1,6 +1,6 @@
 """The search finds what it is for: with a defect planted in the engine, it tells a short way to it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from chairlift.plan import RowPlan, RowResult, SlotCopy, StepPlan
 from chairlift.scheduler import RequestState, Scheduler, TokenEvent
 from chairlift.scheduler import finding as finding_module
 from chairlift.scheduler.placement import Placement
-from tests.interleavings.scope import Scope
+from tests.interleavings.planting import Defect, assert_found, each_of
 from tests.interleavings.scopes import (
     APART,
     FORCED,
@@ -27,9 +27,6 @@ from tests.interleavings.scopes import (
     SALTS,
     STEPS,
 )
-from tests.interleavings.search import Counterexample, search
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def copy_too_little(patch: pytest.MonkeyPatch) -> None:
@@ -185,29 +182,26 @@ def trust_grammars(patch: pytest.MonkeyPatch) -> None:
 THREE = replace(LEADERS, asks=LEADERS.asks[:3], num_out_of_memory=0)  # all of its states must be known here
 
 DEFECTS = [
-    (copy_too_little, ORDER, "token 39 is invalid contents, not token 39 of a"),
-    (lose_an_event, ORDER, "has ended for one of its client and the scheduler"),
-    (release_twice, ORDER, "a slot is free twice"),
-    (never_look_again, THREE, "requests starve"),
-    (follow_each_other, THREE, "requests starve"),
-    (release_early, OVERLAP, "KeyError"),
-    (keep_surplus, STEPS, "was released with NaN in it"),
-    (forget_scrubs, STEPS, "was released with NaN in it"),
-    (keep_wrong_tokens, GUESSES, "c and its slot"),
-    (forget_surplus, GUESSES, "before NaN, which masks do not stop"),
-    (ignore_salts, SALTS, "token 0 is token 0 of a, not token 0 of b"),
-    (forget_too_little, FORGETTING, "is copied, though it was forgotten"),
-    (answer_prompts, PROMPTS, "b hears"),
-    (keep_all, APART, "a slot is warm though nothing is reused"),
-    (never_settle, GRAMMARS, "requests starve"),
-    (trust_grammars, FORCED, "token 65 is unknown, not token 65 of a"),
-    (admit_always, MEMORY, "was given a slot without memory"),
+    Defect(copy_too_little, ORDER, "token 39 is invalid contents, not token 39 of a"),
+    Defect(lose_an_event, ORDER, "has ended for one of its client and the scheduler"),
+    Defect(release_twice, ORDER, "a slot is free twice"),
+    Defect(never_look_again, THREE, "requests starve"),
+    Defect(follow_each_other, THREE, "requests starve"),
+    Defect(release_early, OVERLAP, "KeyError"),
+    Defect(keep_surplus, STEPS, "was released with NaN in it"),
+    Defect(forget_scrubs, STEPS, "was released with NaN in it"),
+    Defect(keep_wrong_tokens, GUESSES, "c and its slot"),
+    Defect(forget_surplus, GUESSES, "before NaN, which masks do not stop"),
+    Defect(ignore_salts, SALTS, "token 0 is token 0 of a, not token 0 of b"),
+    Defect(forget_too_little, FORGETTING, "is copied, though it was forgotten"),
+    Defect(answer_prompts, PROMPTS, "b hears"),
+    Defect(keep_all, APART, "a slot is warm though nothing is reused"),
+    Defect(never_settle, GRAMMARS, "requests starve"),
+    Defect(trust_grammars, FORCED, "token 65 is unknown, not token 65 of a"),
+    Defect(admit_always, MEMORY, "was given a slot without memory"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "scope", "message"), DEFECTS, ids=[plant.__name__ for plant, *_ in DEFECTS])
-def test_a_planted_defect_is_found(plant: Plant, scope: Scope, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(Counterexample, match=message) as found:
-        search(scope)
-    assert len(found.value.actions) <= 7
+@each_of(DEFECTS)
+def test_a_planted_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(defect, monkeypatch, most_actions=7)

@@ -1,18 +1,13 @@
 """The search finds defects in what the engine does with prefixes from disk, and tells a short way to each."""
 
-from collections.abc import Callable
-
 import pytest
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.plan import SavedPart
 from chairlift.scheduler import RequestState
 from chairlift.scheduler.restoring import Restoring, _Reading
-from tests.interleavings.scope import Scope
+from tests.interleavings.planting import Defect, assert_found, each_of
 from tests.interleavings.scopes_of_disks import READS, READS_OF_STATES, RESETS, SHORT
-from tests.interleavings.search import Counterexample, search
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def count_too_much(patch: pytest.MonkeyPatch) -> None:
@@ -83,19 +78,16 @@ def compute_meanwhile(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS = [
-    (count_too_much, SHORT, "token 63 is invalid contents, not token 63 of"),
-    (ignore_salts, READS, "token 0 is token 0 of a, not token 0 of c"),
-    (keep_the_ticket, READS, "a waits for another reading"),
-    (wait_for_the_lost, READS, "KeyError"),
-    (read_on, RESETS, "is used, though it was forgotten"),
-    (need_no_state, READS_OF_STATES, "the state of a: it is zeros"),
-    (compute_meanwhile, READS, "a would decode before its prefix is there"),
+    Defect(count_too_much, SHORT, "token 63 is invalid contents, not token 63 of"),
+    Defect(ignore_salts, READS, "token 0 is token 0 of a, not token 0 of c"),
+    Defect(keep_the_ticket, READS, "a waits for another reading"),
+    Defect(wait_for_the_lost, READS, "KeyError"),
+    Defect(read_on, RESETS, "is used, though it was forgotten"),
+    Defect(need_no_state, READS_OF_STATES, "the state of a: it is zeros"),
+    Defect(compute_meanwhile, READS, "a would decode before its prefix is there"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "scope", "message"), DEFECTS, ids=[plant.__name__ for plant, *_ in DEFECTS])
-def test_a_planted_defect_is_found(plant: Plant, scope: Scope, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(Counterexample, match=message) as found:
-        search(scope)
-    assert len(found.value.actions) <= 8
+@each_of(DEFECTS)
+def test_a_planted_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(defect, monkeypatch)

@@ -1,6 +1,5 @@
 """The search finds defects in what the engine does with recurrent states, and tells a short way to each."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,8 @@ from chairlift.cache.snapshots import Snapshots, StateSource
 from chairlift.cache.state_books import StateBooks
 from chairlift.scheduler import RequestState
 from chairlift.scheduler.state_reuse import StateReuse
-from tests.interleavings.scope import Scope
+from tests.interleavings.planting import Defect, assert_found, each_of
 from tests.interleavings.scopes_of_states import FAILURES, FORKS, JUNCTIONS, REPLAYS, RESETS, SURPLUS, TURNS
-from tests.interleavings.search import Counterexample, search
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
@@ -131,25 +127,22 @@ def stop_anywhere(patch: pytest.MonkeyPatch) -> None:
 IN_ORDER = replace(RESETS, is_in_order=True, num_resets=0, num_rests=0)
 
 DEFECTS = [
-    (forget_to_copy, FORKS, "goes on from row"),
-    (replay_nothing, JUNCTIONS, "goes on from row"),
-    (take_guesses, REPLAYS, "cannot go on after"),
-    (go_past_marks, JUNCTIONS, "where its state is wanted"),
-    (keep_bad_states, FAILURES, "the kept state in row .: it is NaN"),
-    (keep_forgotten_states, RESETS, "a state is kept, though it was forgotten"),
-    (keep_for_fewer_tokens, JUNCTIONS, "the kept state in row"),
-    (keep_out_of_turn, FORKS, "the state of b: it is token 63 of a, not token 89 of a"),
-    (free_what_is_kept, TURNS, "the kept state in row .: it is zeros"),
-    (free_nothing, RESETS, "takes memory, and nobody needs its state"),
-    (ignore_salts, IN_ORDER, "is token 79 of a, not token 79 of c"),
-    (keep_positions, TURNS, "cannot go on after 0 tokens"),
-    (stop_anywhere, SURPLUS, "the state of warm slot"),
+    Defect(forget_to_copy, FORKS, "goes on from row"),
+    Defect(replay_nothing, JUNCTIONS, "goes on from row"),
+    Defect(take_guesses, REPLAYS, "cannot go on after"),
+    Defect(go_past_marks, JUNCTIONS, "where its state is wanted"),
+    Defect(keep_bad_states, FAILURES, "the kept state in row .: it is NaN"),
+    Defect(keep_forgotten_states, RESETS, "a state is kept, though it was forgotten"),
+    Defect(keep_for_fewer_tokens, JUNCTIONS, "the kept state in row"),
+    Defect(keep_out_of_turn, FORKS, "the state of b: it is token 63 of a, not token 89 of a"),
+    Defect(free_what_is_kept, TURNS, "the kept state in row .: it is zeros"),
+    Defect(free_nothing, RESETS, "takes memory, and nobody needs its state"),
+    Defect(ignore_salts, IN_ORDER, "is token 79 of a, not token 79 of c"),
+    Defect(keep_positions, TURNS, "cannot go on after 0 tokens"),
+    Defect(stop_anywhere, SURPLUS, "the state of warm slot"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "scope", "message"), DEFECTS, ids=[plant.__name__ for plant, *_ in DEFECTS])
-def test_a_planted_defect_is_found(plant: Plant, scope: Scope, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(Counterexample, match=message) as found:
-        search(scope)
-    assert len(found.value.actions) <= 8
+@each_of(DEFECTS)
+def test_a_planted_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(defect, monkeypatch)

@@ -56,6 +56,22 @@ def test_a_text_is_tokenized_and_kept_and_token_ids_are_taken_as_they_are(inputs
     assert (tokens.prompt, tokens.prompt_token_ids) == (None, [0, END_TOKEN])
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_expected"),
+    [
+        ({}, False),
+        ({"stop": ["x"]}, True),
+        ({"stop": ["<|im_start|>"]}, False),
+        ({"stop": ["<|im_start|>", "x"]}, True),
+    ],
+)
+def test_an_answer_may_end_early_if_its_end_is_found_in_text(
+    inputs: InputProcessor, fields: dict[str, Any], is_expected: bool
+) -> None:
+    (request,) = inputs.prepare("r", "hi", SamplingParams(**fields)).requests
+    assert request.text_may_end_early is is_expected
+
+
 NO_PROMPTS = [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x", [[1]]]
 NO_TOKENS = [-1, 259, 10**30]
 TOO_LONG = "This model's maximum context length is 64 tokens. However, "

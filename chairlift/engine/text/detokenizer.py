@@ -164,6 +164,7 @@ class StopStrings:
                 found.append((stop, "".join(part if isinstance(part, str) else self._mark(part) for part in parts)))
             if len(parts) == 1 and isinstance(parts[0], int):
                 self.token_ids.append(parts[0])
+        self.are_found_in_text = len(self.token_ids) < len(stops)  # the engine itself ends an answer at a token
         self.stops = tuple(stop for stop, _ in found)
         self.patterns = tuple(pattern for _, pattern in found)
         self.automaton = Automaton([list(map(ord, pattern)) for pattern in self.patterns])

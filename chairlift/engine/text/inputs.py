@@ -187,7 +187,7 @@ class InputProcessor:
                 new_token_filter=None if rules is None else partial(RuleFilter, rules),
                 new_repetition_watch=None if repetition is None else partial(PatternWatch, repetition),
                 new_drafter=new_drafter,
-                text_may_end_early=bool(params.stop) or text_options.new_watcher is not None,
+                text_may_end_early=prepared.stops.are_found_in_text or text_options.new_watcher is not None,
             )
             for index in range(params.n)
         ]

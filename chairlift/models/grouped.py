@@ -14,7 +14,8 @@ _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be 
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _QUANTIZED_GROUP = 32
 _CODES = 16
-_SHARES_OF_RANGE = (1.0, 0.94, 0.88)
+_PARTS_OF_RANGE = (1.0, 0.94, 0.88)
+_LEAST_SHARE = 1e-3  # of the mean of its group: no input is left out altogether
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,23 +158,34 @@ def workspace_elements(num_outputs: int, num_inputs: int) -> int:
     return min(num_outputs, max(1, _WORKSPACE_ELEMENTS // num_inputs)) * num_inputs
 
 
-def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
+def quantize(weight: torch.Tensor, num_bits: int, importance: torch.Tensor | None = None) -> GroupedWeight:
     """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
 
     8 bits are symmetric, with scales of 11 significant bits, as in float16. With 4 bits, scales are up to 255 units and
     offsets up to 255 times -15 units, so that a byte holds each; the row's largest scale sets the unit. A NaN makes
     scales NaN: its group's with 8 bits, all of its row's with 4.
+
+    `importance`: float32 `[in]`, the weight of each input's squared errors with 4 bits; None: all are alike.
     """
-    padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
-    rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
+    missing = -weight.shape[1] % _QUANTIZED_GROUP
+    padded = pad(weight, (0, missing)) if missing else weight
+    shares = None if importance is None or num_bits == 8 else _shares_in_groups(pad(importance, (0, missing)))
     num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
 
     def round_part(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rounded(rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP))
+        groups = rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP)
+        return _round_to_8_bits(groups) if num_bits == 8 else _round_to_4_bits(groups, shares)
 
     parts = compute_each(round_part, torch.split(padded, num_rows), padded.numel())
     values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
     return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
+
+
+def _shares_in_groups(importance: torch.Tensor) -> torch.Tensor:
+    """float32 `[in]` -> `[n, 32]`: the share of each element in its group's importance, which is never 0."""
+    groups = importance.view(-1, _QUANTIZED_GROUP)
+    groups = groups + _LEAST_SHARE * groups.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
+    return groups / groups.sum(dim=-1, keepdim=True)
 
 
 def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -183,9 +195,11 @@ def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return values.to(torch.int8), scales
 
 
-def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """float32 `[out, n, 32]` -> uint8 values `[out, n, 16]`, float32 scales and offsets `[out, n]`."""
-    scales, offsets = _fit_4_bits(groups)
+def _round_to_4_bits(groups: torch.Tensor, shares: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """float32 `[out, n, 32]`, `[n, 32]` -> uint8 values `[out, n, 16]`, float32 scales and offsets `[out, n]`."""
+    if shares is None:
+        shares = torch.full((1, _QUANTIZED_GROUP), 1 / _QUANTIZED_GROUP)
+    scales, offsets = _fit_4_bits(groups, shares)
     units = scales.amax(dim=1, keepdim=True) / 255
     scales = (scales * _inverse(units)).round_() * units
     offsets = (offsets * _inverse(-15 * units)).round_().clamp_(0, 255) * (-15 * units)
@@ -193,23 +207,25 @@ def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return integers[..., ::2] | (integers[..., 1::2] << 4), scales, offsets
 
 
-def _fit_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit_4_bits(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` with the least error among some candidates.
 
-    The integers are tried on a group's whole range, and on shares of it, with elements beyond clamped to its ends. Each
-    time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v). The pair that
-    explains most of the variance is taken, among those with 0 in their range.
+    The integers are tried on a group's whole range, and on parts of it, with elements beyond clamped to its ends. Each
+    time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v), where an element
+    counts by its share, `[n, 32]`. The pair that explains most of the variance is taken, among those with 0 in their
+    range.
     """
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
-    mean, size = groups.mean(dim=-1), groups.shape[-1]
+    weighted = groups * shares
+    mean = weighted.sum(dim=-1)
     best_explained, best_scales, best_offsets = torch.zeros_like(low), (high - low) / 15, low
-    for share in _SHARES_OF_RANGE:
-        cut = (high - low) * ((1 - share) / 2)
-        values = groups.sub((low + cut)[..., None]).mul_(_inverse((high - low) * (share / 15))[..., None])
+    for part in _PARTS_OF_RANGE:
+        cut = (high - low) * ((1 - part) / 2)
+        values = groups.sub((low + cut)[..., None]).mul_(_inverse((high - low) * (part / 15))[..., None])
         values.round_().clamp_(0, 15)
-        mean_value = values.mean(dim=-1)
-        covariance = torch.linalg.vecdot(groups, values) - size * mean * mean_value
-        scales = covariance * _inverse(torch.linalg.vecdot(values, values) - size * mean_value.square())
+        mean_value = torch.linalg.vecdot(values, shares)
+        covariance = torch.linalg.vecdot(weighted, values) - mean * mean_value
+        scales = covariance * _inverse(torch.linalg.vecdot(values.square(), shares) - mean_value.square())
         offsets, explained = mean - scales * mean_value, covariance * scales
         is_better = (explained > best_explained) & (offsets <= 0) & (offsets >= -15 * scales)
         best_explained = torch.where(is_better, explained, best_explained)

@@ -170,6 +170,28 @@ def test_weights_on_one_side_of_zero_keep_their_size() -> None:
         assert error.abs().max() < 0.2
 
 
+def test_inputs_that_count_more_lose_less_with_4_bits() -> None:
+    weight, importance = random_weight(64, 320), torch.ones(320)
+    importance[::10] = 50
+
+    def counted(rounded: GroupedWeight) -> float:
+        return lost(weight * importance.sqrt(), rounded.dequantize() * importance.sqrt())
+
+    assert counted(quantize(weight, 4, importance)) < 0.6 * counted(quantize(weight, 4))
+
+
+@pytest.mark.parametrize("importance", [torch.full((64,), 3.0), torch.zeros(64)])
+def test_inputs_that_count_alike_are_rounded_as_without_importance(importance: torch.Tensor) -> None:
+    weight = random_weight(16, 64)
+    alike, plain = (lost(weight, quantize(weight, 4, each).dequantize()) for each in (importance, None))
+    assert alike == pytest.approx(plain, rel=1e-3)
+
+
+def test_8_bits_heed_no_importance() -> None:
+    weight = random_weight(4, 64)
+    assert torch.equal(quantize(weight, 8, torch.arange(64.0)).dequantize(), quantize(weight, 8).dequantize())
+
+
 @pytest.mark.parametrize(("name", "share"), [("Q4_0", 0.75), ("Q4_1", 0.95)])
 def test_4_bits_lose_less_than_ggufs_own(name: str, share: float) -> None:
     gguf = pytest.importorskip("gguf")

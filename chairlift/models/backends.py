@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chairlift.config import AttentionBackend, DType, LoadFormat, ResolvedConfig
+from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization, ResolvedConfig
 from chairlift.device import on_device
 from chairlift.errors import ConfigurationError
-from chairlift.models import cpu
+from chairlift.models import calibration, cpu
 from chairlift.models.attention import Backend, Forward, PaddingBackend, flash, flash_builds, torch_sdpa, triton
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
@@ -111,9 +111,12 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         )
     if isinstance(checkpoint.config, AdaptedConfig):
         return _load_adapted_forward(checkpoint, config)
-    is_native = config.attention_backend is AttentionBackend.CPU
-    lengths = config.max_seq_len, 1 if is_native else config.slot_len  # native code makes rotary tables of its own
-    if config.load_format is LoadFormat.DUMMY:
+    is_native, is_dummy = config.attention_backend is AttentionBackend.CPU, config.load_format is LoadFormat.DUMMY
+    is_calibrated = config.quantization is Quantization.INT4 and not is_dummy
+    # Native code makes rotary tables of its own.
+    num_positions = config.slot_len if not is_native else calibration.LENGTH if is_calibrated else 1
+    lengths = config.max_seq_len, num_positions
+    if is_dummy:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
         model = load_model(
@@ -125,7 +128,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             reads_late=is_native,
         )
     if is_native:
-        return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization)
+        calibration_ids = calibration.draw_tokens(checkpoint.config.vocab_size) if is_calibrated else None
+        return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization, calibration_ids=calibration_ids)
     model.pack()
     if config.has_own_kernels:
         _choose_products(model)

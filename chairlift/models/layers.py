@@ -65,6 +65,13 @@ class Linear(nn.Linear):
         self._taken = weight
         del self.weight
 
+    def read(self) -> None:
+        """Reads a plain weight, if that was to be done when it is needed."""
+        if callable(self._taken):
+            weight, self._taken = self._taken(), None
+            assert isinstance(weight, torch.Tensor), "weights in groups are not multiplied here"
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
     def let_go(self) -> torch.Tensor | GroupedWeight:
         """Returns the weight, and drops it."""
         if self._taken is not None:
@@ -157,11 +164,13 @@ class RowTable(Embedding):
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True where packing pays: measured on x86, it does for bfloat16 and does not for float32.
+    """True where packing pays: measured on x86, it does for bfloat16 and does not for float32."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and has_bfloat16()
 
-    With AVX2 alone oneDNN has no products in bfloat16, and refuses the weight.
-    """
-    if platform.machine() not in ("x86_64", "AMD64") or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+
+def has_bfloat16() -> bool:
+    """True if oneDNN has products in bfloat16 on this CPU. With AVX2 alone it has none, and refuses the weight."""
+    if platform.machine() not in ("x86_64", "AMD64"):
         return False
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -117,6 +117,20 @@ def prepare_without_states(params: Sequence[StateParams | None]) -> Recur:
     return recur
 
 
+def prepare_from_zero(params: Sequence[StateParams | None], num_rows: int) -> Recur:
+    """Runs so many rows of one length from states of zeros, and keeps no states: beside no cache."""
+
+    def recur(layer_idx: int, inputs: torch.Tensor, block: Recurrent) -> torch.Tensor:
+        described = params[layer_idx]
+        assert described is not None, f"layer {layer_idx} has no state"
+        state = inputs.new_zeros(num_rows, described.num_elements, dtype=torch.float32)
+        by_token = inputs.float().reshape(num_rows, -1, inputs.shape[1]).transpose(0, 1).contiguous()
+        step = block.make_step()
+        return torch.stack([step(state, each) for each in by_token], dim=1).flatten(0, 1)
+
+    return recur
+
+
 @dataclass(frozen=True, slots=True)
 class _Schedule:
     """The order in which the inputs of a batch are applied: the first of every row, then the second, and so on.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import chairlift
-from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
+from chairlift.config import AttentionBackend, LoadFormat, Quantization, ResolvedConfig
 from chairlift.disk.entry import FORMAT
 from chairlift.engine.saved.weights import digest_files
 from chairlift.models import Checkpoint
@@ -69,7 +69,9 @@ def _describe_weights(checkpoint: Checkpoint, config: ResolvedConfig, memory: Pa
 
 def _describe_arithmetic(config: ResolvedConfig) -> str:
     if config.attention_backend is AttentionBackend.CPU:
-        return f"native, {name_kernels()}"
+        is_calibrated = config.quantization is Quantization.INT4
+        calibrated = f", calibrated by torch {torch.__version__} with {config.num_threads} threads"
+        return f"native, {name_kernels()}{calibrated if is_calibrated else ''}"
     device = torch.device(config.device)
     on = f"{platform.machine()} with {config.num_threads} threads"
     if device.type == "cuda":

@@ -23,7 +23,7 @@ from chairlift.models.attention.backend import Attend, AttentionConfig, BatchMet
 from chairlift.models.attention.batches import append_tokens, view_length
 
 
-def _attention(
+def attend_to(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -31,7 +31,7 @@ def _attention(
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[..., n, D]` over `[..., m, D]`; `mask` is bool (what is seen) or added to the scores.
+    """Attends `[..., n, D]` to `[..., m, D]`; `mask` is bool (what is seen) or added to the scores.
 
     `sinks` stand beside the scores, `[..., n, 1]` or what becomes that.
     """
@@ -73,7 +73,7 @@ class _DecodeRows:
             grouped = grouped.new_zeros(len(self.mask), *grouped.shape[1:]).index_copy_(0, self.places, grouped)
         key, value = (self.read(x).transpose(1, 2) for x in (keys, values))
         own = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
-        attended = _attention(grouped, key, value, self.config, self.mask, own)
+        attended = attend_to(grouped, key, value, self.config, self.mask, own)
         output[self.rows] = (attended if self.places is None else attended[self.places]).flatten(1, 2)
 
 
@@ -106,7 +106,7 @@ class _PrefillRow:
             attended = scaled_dot_product_attention(grouped, key, value, is_causal=True, scale=self.config.scale)
         else:
             own = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
-            attended = _attention(grouped, key, value, self.config, self.mask, own)
+            attended = attend_to(grouped, key, value, self.config, self.mask, own)
         output[self.start : self.stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _read(self, cache: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def attend_alone(
             seen = slice(0 if window is None else max(0, end - window), end)
             key_view, value_view = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
             own = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
-            output[row] = _attention(grouped[row : row + 1], key_view, value_view, config, sinks=own)[0]
+            output[row] = attend_to(grouped[row : row + 1], key_view, value_view, config, sinks=own)[0]
         return output.view_as(query)
 
     return attend

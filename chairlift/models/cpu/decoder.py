@@ -75,14 +75,23 @@ class NativeStage:
 class CpuDecoder:
     """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in the batch.
 
-    Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice.
-    Matrices in groups of integers are multiplied as they are, and others in the model's number format unless they are
-    to be quantized. Its layers can be run some at a time (`forward.LayeredForward`). ValueError for heads that the
-    kernels do not take, and blocks that they lack.
+    Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice, or
+    one layer if there are `calibration_ids`. Matrices in groups of integers are multiplied as they are, and others in
+    the model's number format unless they are to be quantized. Its layers can be run some at a time
+    (`forward.LayeredForward`). ValueError for heads that the kernels do not take, and blocks that they lack.
+
+    `calibration_ids`, int64 `[sequences, tokens]`: they are run to find out which inputs matter, so the model has
+    rotary tables for as many positions; None: all inputs of a product are alike.
     """
 
     def __init__(
-        self, model: Decoder, max_seq_len: int, *, quantization: Quantization | None = None, isa: str | None = None
+        self,
+        model: Decoder,
+        max_seq_len: int,
+        *,
+        quantization: Quantization | None = None,
+        calibration_ids: torch.Tensor | None = None,
+        isa: str | None = None,
     ) -> None:
         obstacle = find_head_obstacle(model.config.head_dims, LANES, _MAX_HEAD_DIM)
         if obstacle := obstacle or _find_block_obstacle(model.config.layers):
@@ -95,7 +104,7 @@ class CpuDecoder:
         self._config = model.config
         self._dtype = model.dtype
         with kept_threads():
-            self._weights = NativeWeights(model, max_seq_len, quantization)
+            self._weights = NativeWeights(model, max_seq_len, quantization, calibration_ids)
         self._model = self._weights.model
         self._format = self._format_for(self._weights.has_groups)
         self._head_format = self._format_for(self._model.head.num_bits <= 8)

@@ -11,6 +11,7 @@ from chairlift.cache.layout import CacheLayout, Place
 from chairlift.cache.states import StatePlace
 from chairlift.config import Quantization
 from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
+from chairlift.models.calibration import Calibration
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
 from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Streams, Sublayer
@@ -33,13 +34,23 @@ class NativeWeights:
 
     lanes = LANES
 
-    def __init__(self, model: Decoder, max_seq_len: int, quantization: Quantization | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        max_seq_len: int,
+        quantization: Quantization | None,
+        calibration_ids: torch.Tensor | None = None,
+    ) -> None:
+        """`calibration_ids`: see `CpuDecoder`."""
         self._quantization = quantization
+        self._calibration: Calibration | None = None
         self._kept: list[object] = []
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
         config, self._dtype = model.config, model.dtype
         self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
+        if calibration_ids is not None:
+            self._calibration = _begin_calibration(model, calibration_ids)
         head = self._matrix(model.lm_head, is_head=True)
         embedding, groups = None, Matrix()
         if not config.is_tied:
@@ -56,6 +67,8 @@ class NativeWeights:
         }
         layers = []
         for layer in model.layers:
+            if self._calibration is not None:
+                self._calibration.observe(layer)
             layers.append([self._sublayer(each) for each in layer.pack(self)])
             _give_back_memory()
         self.first_sublayers = list(accumulate(map(len, layers), initial=0))
@@ -188,12 +201,13 @@ class NativeWeights:
         is_narrow = self._quantization is Quantization.INT4 and not is_head
         if num_exact:
             weight, arrange = arrange(weight), _as_they_are
-        rounded = quantize(weight, 4 if is_narrow else 8)
+        importance = None if self._calibration is None else self._calibration.importance(linear)
+        rounded = quantize(weight, 4 if is_narrow else 8, importance)
         residual = None
         if num_exact:
             last = rounded.rows(slice(-num_exact, None))
             lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
-            residual = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
+            residual = pack_grouped(quantize(lost, rounded.num_bits, importance), has_byte_scales=is_narrow)
         return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), residual)
 
     def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
@@ -218,6 +232,20 @@ class NativeWeights:
             self._kept.append(tensor)
             self.num_bytes += tensor.nbytes
         return structures.address_of(tensor)
+
+
+def _begin_calibration(model: Decoder, token_ids: torch.Tensor) -> Calibration:
+    """Embeds the tokens. What is read for that, such as a tied head, is still to be packed afterwards."""
+    if (made := model.model.layer_inputs) is not None:
+        made.projection.read()
+    if not model.config.is_tied:
+        return Calibration(model, token_ids)
+    model.lm_head.read()
+    embedding = model.model.embed_tokens
+    embedding.weight = model.lm_head.weight
+    calibration = Calibration(model, token_ids)
+    del embedding.weight
+    return calibration
 
 
 def _give_back_memory() -> None:

@@ -26,11 +26,14 @@ _READ_BUFFER_BYTES = 2**16  # of an unread body; aiohttp takes up to twice as ma
 class StartLimiter:
     """Limits how many requests begin in one turn of the event loop, so that streams continue during a burst.
 
-    Half of the places go to the newest requests, so that a request amid a burst does not wait for all of it.
+    Half of the places go to connections that were answered before, so that a burst of new ones, of which more come than
+    begin, buries no request of theirs. Half of each half go to the newest requests, so that a request amid a burst does
+    not wait for all of it.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._known = deque[Callable[[], None]]()  # of connections that were answered before
+        self._new = deque[Callable[[], None]]()
         self._num_left = _BEGUN_IN_A_TURN
 
     def take_place(self) -> bool:
@@ -42,13 +45,16 @@ class StartLimiter:
         self._num_left -= 1
         return True
 
-    def wait(self, begin: Callable[[], None]) -> None:
-        self._waiting.append(begin)
+    def wait(self, begin: Callable[[], None], *, is_known: bool) -> None:
+        """Has `begin` called in a later turn. `is_known`: its connection was answered before."""
+        (self._known if is_known else self._new).append(begin)
 
     def _begin_turn(self) -> None:
         self._num_left = _BEGUN_IN_A_TURN
-        while self._waiting and self.take_place():
-            begin = self._waiting.pop() if self._num_left % 2 else self._waiting.popleft()
+        while (self._known or self._new) and self.take_place():
+            first, second = (self._known, self._new) if self._num_left % 4 < 2 else (self._new, self._known)
+            waiting = first or second
+            begin = waiting.pop() if self._num_left % 2 else waiting.popleft()
             begin()
 
 
@@ -63,7 +69,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_body", "_config", "_header_timer", "_held", "_is_last", "_is_working", "_num_in_a_row", "_starts",
-        "_write_timer",
+        "_was_answered", "_write_timer",
     )  # fmt: skip
 
     def __init__(self, server: web.Server, config: ServerConfig, starts: StartLimiter) -> None:
@@ -83,6 +89,7 @@ class Connection(web.RequestHandler):
         self._body: StreamReader | None = None  # of the newest request
         self._is_working = False  # on a request
         self._is_last = False
+        self._was_answered = False
         self._num_in_a_row = 0  # requests answered since bytes last arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -99,7 +106,7 @@ class Connection(web.RequestHandler):
         if not self._held:
             assert self.transport is not None, "what it received came from there"
             self.transport.pause_reading()
-            self._starts.wait(self._receive_held)
+            self._starts.wait(self._receive_held, is_known=self._was_answered)
         self._held += data
 
     def _receive_held(self) -> None:
@@ -130,6 +137,7 @@ class Connection(web.RequestHandler):
             finished = await super().finish_response(request, resp, start_time)
         finally:
             self._is_working = False
+        self._was_answered = True
         self._num_in_a_row += 1
         if self._num_in_a_row % _NUM_IN_A_ROW == 0:
             await asyncio.sleep(_PAUSE_S)

@@ -85,13 +85,11 @@ class BatchExecutor:
         cleaned = -_CLEANING_S
         try:
             while True:
-                if self._directory.owners():  # on most servers nobody ever has files, and then there is nothing to do
-                    if time.monotonic() - cleaned >= _CLEANING_S:
-                        await asyncio.to_thread(self._directory.remove_expired)
-                        cleaned = time.monotonic()
-                    for owner, batch in await asyncio.to_thread(self._find_work):
-                        name = f"chairlift-{batch.id}"
-                        self._running[owner] = asyncio.create_task(self._run(owner, batch), name=name)
+                if time.monotonic() - cleaned >= _CLEANING_S:
+                    await asyncio.to_thread(self._directory.remove_expired)
+                    cleaned = time.monotonic()
+                for owner, batch in await asyncio.to_thread(self._find_work):
+                    self._running[owner] = asyncio.create_task(self._run(owner, batch), name=f"chairlift-{batch.id}")
                 await asyncio.sleep(self._poll_s)
         finally:
             for task in self._running.values():

@@ -24,8 +24,8 @@ _EMULATED_AMX = Path(__file__).with_name("emulated_amx.h")
 )
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    if name == "amx" and name not in usable_instruction_sets():
-        name = _emulate_amx(monkeypatch)
+    if name == "amx":
+        name = amx_or_emulated(monkeypatch) or name
     if name not in usable_instruction_sets():
         pytest.skip(f"this processor does not have {name}")
     try:
@@ -37,12 +37,14 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def _emulate_amx(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The instruction set that computes as AMX does, of any processor with AVX-512 and VNNI."""
+def amx_or_emulated(monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Returns the instruction set with AMX, or one that computes as it does, for processors with AVX-512 and VNNI."""
     sets, usable = instruction_sets("x86_64"), usable_instruction_sets()
+    if "amx" in usable:
+        return "amx"
     base = next((each for each in sets if each.name in usable and "avx512_vnni" in each.features), None)
     if base is None:
-        return "amx"
+        return None
     version = f"-DVERSION={zlib.crc32(_EMULATED_AMX.read_bytes())}"
     emulated = replace(base, name="emulated_amx", flags=(*base.flags, "-include", str(_EMULATED_AMX), version))
     monkeypatch.setitem(build._BY_MACHINE, "x86_64", (*sets, emulated))

@@ -23,6 +23,7 @@ template <class Body> void in_parallel(int num_threads, Counter* counters, int64
         forget_tiles();
         body(Team{rank, size, counters, barrier, counters + num_counters});
         leave_tiles();
+        forget_panels();
     });
 }
 
@@ -89,7 +90,7 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
         case 0: return function<float, float>(__VA_ARGS__);                    \
         case 1: return function<bf16, bf16>(__VA_ARGS__);                      \
         case 2: return function<float, Group>(__VA_ARGS__);                   \
-        default: return function<bf16, Group>(__VA_ARGS__);                   \
+        default: return function<bf16, FactorOfGroups>(__VA_ARGS__);          \
     }
 
 // Called by Python; the compiler is told to hide all else.

@@ -5,8 +5,29 @@
 #include "memory.h"
 #include "product/product.h"
 
+#if defined(__AMX_BF16__)
+#include "grouped/unpacked.h"
+#endif
+
 constexpr int ROWS_AT_ONCE = 32;
 constexpr int MOST_HEAD_DIM = 512;  // columns that are multiplied at once, at most
+
+// The numbers that a model in bfloat16 multiplies by weights in groups. Panels that a thread has unpacked for that are
+// forgotten when it leaves.
+#if defined(__AMX_BF16__)
+typedef bf16 FactorOfGroups;
+INLINE void forget_panels() { unpacked_panels.forget(); }
+#else
+typedef Group FactorOfGroups;
+INLINE void forget_panels() {}
+#endif
+
+// Adds the products with the rounding errors of weights, `width` columns of each row, to those with the weights.
+INLINE void add_residuals(const float* more, int rows, int width, float* c, int64_t ldc) {
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < width; k += LANES)
+            store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));
+}
 
 // The rows that a product multiplies, in the number format for weights W. `stride`: elements of a row, with padding.
 template <class W> struct Rows {
@@ -45,9 +66,30 @@ template <class W> struct Rows {
     // Columns of some panels, for `count` rows.
     void multiply_by(const Matrix& matrix, int64_t row, int count, int64_t panel, int panels, float* c, int64_t ldc,
                      Prefetch prefetch) const {
+#if defined(__AMX_BF16__)
+        if constexpr (std::is_same_v<W, bf16>)
+            if (matrix.num_bits <= 8)
+                return multiply_groups_by(matrix, row, count, panel, panels, c, ldc, prefetch.lines_per_step > 0);
+#endif
         const W* weights = static_cast<const W*>(matrix.panels) + panel * LANES * matrix.depth;
         multiply(values + row * stride, stride, count, weights, panels, matrix.depth, c, ldc, prefetch);
     }
+
+#if defined(__AMX_BF16__)
+  private:
+    // `is_more`: other rows follow.
+    void multiply_groups_by(const Matrix& matrix, int64_t row, int count, int64_t panel, int panels, float* c,
+                            int64_t ldc, bool is_more) const {
+        const W* own = values + row * stride;
+        multiply_unpacked(own, stride, count, matrix, panel, panels, c, ldc, is_more);
+        const int64_t first = matrix.first_residual / LANES;
+        if (!matrix.residual_panels || panel < first) return;
+        const int width = panels * LANES;
+        alignas(64) float more[ROWS_AT_ONCE * MOST_HEAD_DIM];
+        multiply_unpacked(own, stride, count, matrix.residual(), panel - first, panels, more, width, false);
+        add_residuals(more, count, width, c, ldc);
+    }
+#endif
 };
 
 // Quantized rows: in blocks of rows that are multiplied at once, each block stored depth first.
@@ -110,9 +152,7 @@ template <> struct Rows<Group> {
         const int width = panels * LANES;
         alignas(64) float more[ROWS_AT_ONCE * MOST_HEAD_DIM];
         multiply(a, rows, matrix.residual(), panel - first, panels, more, width);
-        for (int r = 0; r < rows; r++)
-            for (int k = 0; k < width; k += LANES)
-                store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));
+        add_residuals(more, rows, width, c, ldc);
     }
 
   private:

@@ -96,10 +96,10 @@ template <class T, class W> struct Stream {
         } else {
             if (model.embedding_groups.columns)
                 read_column(model.embedding_groups, token, hidden, to, static_cast<const Group*>(nullptr));
-            else if (is_plain<W>(model.head))
+            else if (model.head.num_bits > 8)
                 read_column(model.head, token, hidden, to, static_cast<const T*>(nullptr));
             else
-                read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));
+                read_column(model.head, token, hidden, to, static_cast<const Group*>(nullptr));
             for (int64_t k = 0; k < hidden; k++) to[k] *= scale;
         }
         for (int64_t k = hidden; k < stride; k++) to[k] = 0;

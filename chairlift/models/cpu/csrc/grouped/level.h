@@ -4,12 +4,14 @@
 // level's instructions: `multiply_add` or `multiply_register`. Of these, signed_bytes.h or unsigned_bytes.h makes
 // `multiply_group`. `arrange` brings the words of some columns into the order in which they are multiplied.
 //
-//     AMX                        amx.h, for many rows; for few, the next
+//     AMX                        amx.h, for many rows of a model in float32; for few, the next
 //     AVX-512 with VNNI          avx512_vnni.h    unsigned
 //     AVX2 with AVX-VNNI         avx_vnni.h       unsigned
 //     AVX2, AVX-512 without      avx2.h           signed
 //     NEON                       neon.h           signed
 //     any processor              plain.h          unsigned
+//
+// With AMX, a model in bfloat16 multiplies none of these integers: see unpacked.h.
 #pragma once
 
 #if defined(__AVX512VNNI__)

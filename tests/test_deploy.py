@@ -45,6 +45,13 @@ def test_a_linter_finds_nothing_in_the_dockerfile() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_constraints_name_nothing_that_builds_of_torch_choose() -> None:
+    """Those for CUDA need one version each of Triton: with another in the constraints pip finds no solution."""
+    names = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert not {name for name in names if name.startswith(("triton", "nvidia", "cuda"))}
+    assert "torch" in names
+
+
 def test_the_image_starts_a_server_and_asks_how_it_is() -> None:
     assert [*json.loads(arguments_of("ENTRYPOINT")[0]), *json.loads(arguments_of("CMD")[0])] == ["chairlift", "serve"]
     (variable,) = re.findall(r"CHAIRLIFT_SERVE__(\w+)", TEXT)

@@ -83,7 +83,7 @@ def test_what_transformers_takes_itself_is_no_variable_of_a_template() -> None:
     assert inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() <= RESERVED
 
 
-@pytest.mark.parametrize("name", ["transformers", "torch._dynamo", "huggingface_hub"])
+@pytest.mark.parametrize("name", ["transformers", "torch._dynamo", "huggingface_hub", "aiohttp", "gguf"])
 def test_what_a_plain_model_does_not_need_is_not_imported(name: str, imported: set[str]) -> None:
     assert name not in imported
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from chairlift.api import LogFormat
-from chairlift.api.telemetry.observation import Observation
 from chairlift.errors import ConfigurationError
 
-if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine
+if TYPE_CHECKING:  # programs without a server or an engine set up the log, too
+    from chairlift.api.telemetry.observation import Observation
     from chairlift.engine.journal import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _value(value: Field) -> str:
     return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
 
 
-def log_request(observation: Observation) -> None:
+def log_request(observation: "Observation") -> None:
     """Logs a request that has ended. One refused before its prompts were checked has no fields of an answer."""
     fields: dict[str, Field] = {
         "request_id": observation.request_id,

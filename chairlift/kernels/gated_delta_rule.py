@@ -152,6 +152,8 @@ def _advance(
     is_key, is_value = in_key < DK, in_value < DV
     keys, values, gate = key_head * DK + in_key, head * DV + in_value, 2 * HK * DK + HV * DV + head
     slot, is_started, first, num_replayed, num_stored, num_inputs = load_row(table, row)
+    if num_inputs == 0:  # a row of a padded step, which may begin behind the last token
+        return
     replayed_at = num_tokens + row * MOST
     pending += slot * pending_slot_stride
     inputs += first.to(tl.int64) * inputs_stride

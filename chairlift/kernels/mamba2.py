@@ -148,6 +148,8 @@ def _advance(
     is_feature, is_shared = in_head < P, column < N
     features, shared, gate = head * P + in_head, head // (H // G) * N + column, H * P + 2 * G * N + head
     slot, is_started, first, num_replayed, num_stored, num_inputs = load_row(table, row)
+    if num_inputs == 0:  # a row of a padded step, which may begin behind the last token
+        return
     replayed_at = num_tokens + row * MOST
     pending += slot * pending_slot_stride
     inputs += first.to(tl.int64) * inputs_stride

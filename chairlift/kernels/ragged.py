@@ -5,10 +5,10 @@ A row takes its pending inputs first, and then its new ones. Its inputs are numb
     pending of its slot   new tokens of the row     source
     r r                   n n n t t                 0 1 | 2 3 4 5 6
 
-Its stored state takes all but the tentative ones (t), which are pending afterwards. Everything that varies from step to
-step is in tensors, so what is launched can be recorded and replayed with other rows. What a token gets does not depend
-on how its sequence is cut into rows, nor on the other rows: each element is computed by one program, which takes the
-inputs of the row in order.
+Its stored state takes all but the tentative ones (t), which are pending afterwards. Rows may have no inputs. Everything
+that varies from step to step is in tensors, so what is launched can be recorded and replayed with other rows. What a
+token gets does not depend on how its sequence is cut into rows, nor on the other rows: each element is computed by one
+program, which takes the inputs of the row in order.
 """
 
 # mypy: disable-error-code="untyped-decorator"

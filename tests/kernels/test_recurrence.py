@@ -127,6 +127,42 @@ def test_chunks_guesses_replays_and_batches_change_no_bit(kind: str) -> None:
         assert torch.equal(outputs, whole(ours, slot))
 
 
+def padded(ours: Recurrence, scratch: int) -> Run:
+    """Runs the same in a padded step: a row in the scratch slot takes three more tokens, and two rows take none."""
+
+    def run(batch: ContinuousBatchingKVCacheCollection, tokens: torch.Tensor) -> torch.Tensor:
+        states, num_more = batch.states, 3
+        assert states is not None
+        ends = [*accumulate(states.num_new), *[len(tokens) + num_more] * 3]
+        counts = [[*each, 0, 0, 0] for each in (states.num_replayed, states.num_tentative)]
+        nothing = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+        rows = replace(
+            batch,
+            lookup_table=torch.cat((batch.lookup_table, nothing + scratch)),
+            cache_lengths=torch.cat((batch.cache_lengths, nothing)),
+            states=replace(states, counts=to_device(counts, torch.int32, tokens.device)),
+        )
+        places = torch.zeros(len(tokens) + num_more, dtype=torch.int64)
+        metadata = BatchMetadata(to_device([0, *ends], torch.int32, tokens.device), places, (), (), (), 0)
+        recur = ragged_recurrence.prepare(metadata, rows)
+        return recur(1, torch.cat((tokens, tokens[:num_more])), ours.block)[: len(tokens)]
+
+    return run
+
+
+@KINDS
+def test_padding_and_rows_without_tokens_change_no_bit_of_others(kind: str) -> None:
+    ours, memories = recurrence(kind, DEVICE), []
+    for run in (with_kernels(ours), padded(ours, scratch=3)):
+        slots = ours.start()
+        run(slots.advance([4, 0], [2, 3], [0, 1]), ours.inputs[0, :5])
+        outputs = run(slots.advance([0, 2, 4], [1, 6, 4], [0, 3, 4]), ours.inputs[1, :11])
+        others = [0, 2, 4]
+        memories.append((outputs, slots.memory.live[others], slots.memory.pending[others]))
+    for expected, actual in zip(*memories, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
 REAL: dict[str, Block] = {
     "gated delta net": GatedDeltaNetBlock(
         num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, kernel_size=4, norm_eps=1e-6

@@ -12,7 +12,7 @@ NOTHING = -1
 
 
 class Additions(NamedTuple):
-    """Numbers to add to some logits; -inf forbids a token. A row has pieces, each in the order of tokens."""
+    """Lists numbers to add to some logits; -inf forbids a token. A row has pieces, each in the order of tokens."""
 
     pieces: torch.Tensor  # int32 [R + 1]: of a row, the first; then that of the next
     ends: torch.Tensor  # int32 [P + 1]: of a piece, its first entry; then that of the next
@@ -21,14 +21,14 @@ class Additions(NamedTuple):
 
 
 class TokenSets(NamedTuple):
-    """Sets of tokens, a bit for each, of which a row allows one set."""
+    """Holds sets of tokens, a bit for each token. A row allows one of the sets, or all tokens."""
 
     words: torch.Tensor  # int32 [S, W]: bit t % 32 of word t // 32 is that of token t
     chosen: torch.Tensor  # int32 [R]: the row's set, or NOTHING
 
 
 class Penalties(NamedTuple):
-    """Counts of tokens by slot, and what a row makes of those of its slot; see `engine/sampling/penalties.py`."""
+    """Holds counts of tokens by slot, and what a row makes of its slot's; see `engine/sampling/penalties.py`."""
 
     slots: torch.Tensor  # int32 [R], or NOTHING
     factors: torch.Tensor  # float32 [3, R]: repetition, presence, frequency
@@ -37,7 +37,7 @@ class Penalties(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Changes, in the order in which they are made. None: no row asks for that."""
+    """Holds all changes, in the order in which they are made. None: no row asks for that."""
 
     additions: Additions | None = None
     allowed: TokenSets | None = None

@@ -50,7 +50,7 @@ class _Constants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """Some elements of the logits, and what to add to them, as operators take them."""
+    """Lists some elements of the logits, and what to add to them, as operators take them."""
 
     rows: torch.Tensor  # int64 [E]
     tokens: torch.Tensor  # int64 [E]
@@ -69,7 +69,7 @@ class AdditionsMaker:
         self._constants: dict[SamplingKey, _Constants] = {}
 
     def gather(
-        self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed, *, is_for_kernel: bool
+        self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed, *, is_for_kernels: bool
     ) -> list[Scattered | Additions | None]:
         """Returns the additions of each step, all of one kind. `rows`: by place.
 
@@ -88,7 +88,7 @@ class AdditionsMaker:
                 may_not_end.append(place)
             if len(row.work.forbidden):
                 in_all.append((place, _Piece.forbidding(np.asarray(row.work.forbidden, dtype=np.int64))))
-        send_parts = partial(self._list if is_for_kernel else self._scatter, len(rows))
+        send_parts = partial(self._list if is_for_kernels else self._scatter, len(rows))
         if not may_not_end:
             return [send_parts(in_all)] * num_steps
         steps: list[Scattered | Additions | None] = []

@@ -22,7 +22,7 @@ class PenaltyBatch:
     guessed_rows: torch.Tensor  # int64 [G]: indices into P, one for each guessed token before that row
     guessed_tokens: torch.Tensor  # int64 [G]
     counted: torch.Tensor  # int64 [C]: indices into P of rows without a guess, whose tokens are counted at once
-    for_kernel: Penalties | None  # the same for all rows of the launch, if a kernel applies them
+    for_kernels: Penalties | None  # the same for all rows of the launch, if a kernel applies them
 
 
 class PenaltyState:
@@ -35,7 +35,7 @@ class PenaltyState:
         self._is_in_prompt = torch.empty(0)  # bool [n_slots, vocab]
 
     def prepare(
-        self, rows: Sequence[RowPlan], guessed: Guessed = NOTHING_GUESSED, *, is_for_kernel: bool = False
+        self, rows: Sequence[RowPlan], guessed: Guessed = NOTHING_GUESSED, *, is_for_kernels: bool = False
     ) -> PenaltyBatch | None:
         """None if no row has a penalty. Starts the counts of rows that come with a history."""
         chosen = [index for index, row in enumerate(rows) if row.key.params.has_penalty]
@@ -54,10 +54,10 @@ class PenaltyState:
             guessed_rows=to_device([index for index, _ in before], torch.int64, self._device),
             guessed_tokens=to_device([token for _, token in before], torch.int64, self._device),
             counted=to_device([i for i, row in enumerate(chosen) if row not in guessed], torch.int64, self._device),
-            for_kernel=self._for_kernel(rows) if is_for_kernel else None,
+            for_kernels=self._for_kernels(rows) if is_for_kernels else None,
         )
 
-    def _for_kernel(self, rows: Sequence[RowPlan]) -> Penalties:
+    def _for_kernels(self, rows: Sequence[RowPlan]) -> Penalties:
         assert self._num_generated is not None, "a row's counts have not begun"
         slots = [row.slot if row.key.params.has_penalty else NOTHING for row in rows]
         return Penalties(

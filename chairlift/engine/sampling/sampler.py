@@ -113,9 +113,9 @@ class Sampler:
             masks=_masks_of(rows, guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[rows[place].key.params.logprobs or 0 for place in wanting],
-            additions=self._additions.gather(rows, num_steps, guessed, is_for_kernel=is_for_kernels),
+            additions=self._additions.gather(rows, num_steps, guessed, is_for_kernels=is_for_kernels),
             rules=_rules_of(rows),
-            penalties=self._penalties.prepare(rows, guessed, is_for_kernel=is_for_kernels),
+            penalties=self._penalties.prepare(rows, guessed, is_for_kernels=is_for_kernels),
             draws=DrawBatch.of(rows, num_steps, self._device, guessed, has_greedy=is_for_kernels),
         )
 
@@ -170,7 +170,7 @@ class Sampler:
                 {row: rules.allowed_on(self._device) for row, rules in batch.rules.items()}, logits
             ),
             masks=self._token_sets(batch.masks.gather(), logits) if batch.masks is not None and step == 0 else None,
-            penalties=None if batch.penalties is None else batch.penalties.for_kernel,
+            penalties=None if batch.penalties is None else batch.penalties.for_kernels,
         )
         if draws is None:
             return kernels(logits, DrawKind.GREEDY, self._no_table, self._first_step, changes)

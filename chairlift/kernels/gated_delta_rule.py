@@ -147,15 +147,13 @@ def _advance(
     """A program for each block of columns, value head and row. An input is loaded while the one before is taken."""
     head, row = tl.program_id(1), tl.program_id(2)
     key_head = head % HK if IS_TILED else head // (HV // HK)
-    in_key = tl.arange(0, KEYS)
-    in_value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    in_key, in_value = tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = in_key < DK, in_value < DV
     keys, values, gate = key_head * DK + in_key, head * DV + in_value, 2 * HK * DK + HV * DV + head
     slot, is_started, first, num_replayed, num_stored, num_inputs = load_row(table, row)
     if num_inputs == 0:  # a row of a padded step, which may begin behind the last token
         return
-    replayed_at = num_tokens + row * MOST
-    pending += slot * pending_slot_stride
+    replayed_at, pending = num_tokens + row * MOST, pending + slot * pending_slot_stride
     inputs += first.to(tl.int64) * inputs_stride
     matrix_at = matrices + slot * matrices_stride + (head * DK + in_key[:, None]) * DV + in_value[None, :]
     is_in = is_key[:, None] & is_value[None, :]

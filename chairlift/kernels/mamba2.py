@@ -150,8 +150,7 @@ def _advance(
     slot, is_started, first, num_replayed, num_stored, num_inputs = load_row(table, row)
     if num_inputs == 0:  # a row of a padded step, which may begin behind the last token
         return
-    replayed_at = num_tokens + row * MOST
-    pending += slot * pending_slot_stride
+    replayed_at, pending = num_tokens + row * MOST, pending + slot * pending_slot_stride
     inputs += first.to(tl.int64) * inputs_stride
     matrix_at = matrices + slot * matrices_stride + features[:, None] * N + column[None, :]
     is_in = is_feature[:, None] & is_shared[None, :]

@@ -3,11 +3,12 @@
     python benchmarks/gpu.py                                  (or: make gpu)
     python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in three minutes)
 
-Weights are random, of the true shapes of Llama 3.1 8B (large, also in groups of 4 bits), Llama 3.2 1B (small) and
-Qwen3.5 0.8B (recurrent); no checkpoint is needed. The floor of a decode step is counted from the bytes of weights and
-cache that it reads and from its FLOPs, over the rates that are measured in the same run (comparison/ceiling.py); its
-share is floor over measured. A prefill's share is that of the matrix rate, a first token's floor is its prompt's
-prefill, a peer's share is how many times as long it takes, an idle device's that of the time between steps.
+Weights are random, of the true shapes of Llama 3.1 8B (large, also in groups of 4 bits), Llama 3.2 1B (small), Qwen3.5
+0.8B (recurrent) and a mixture of experts as large as OLMoE; no checkpoint is needed. The floor of a decode step is
+counted from the bytes of weights and cache that it reads and from its FLOPs, over the rates that are measured in the
+same run (comparison/ceiling.py); its share is floor over measured. A prefill's share is that of the matrix rate, a
+first token's floor is its prompt's prefill, a peer's share is how many times as long it takes, an idle device's that
+of the time between steps.
 
 Each part runs in a process of its own: one that fails is reported, and the others still run. The exit code is 1 if one
 failed; a target that is missed is only said. The last line is JSON, which goes to benchmarks/results/ with the device's

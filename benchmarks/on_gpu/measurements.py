@@ -112,11 +112,12 @@ def grouped(setup: Setup) -> list[Measurement]:
 
 def recurrent(setup: Setup) -> list[Measurement]:
     """A model most of whose layers are recurrent: decoding, and the first tokens of single prompts."""
-    scale = setup.scale
-    prompts = Workload(1, max(scale.prompt_lengths), 1)
-    engine = setup.engine("recurrent", MANY_STEPS, [*setup.decode_workloads(scale.recurrent_decodes), prompts])
-    decodes = setup.time_decodes(engine, "recurrent", scale.recurrent_decodes)
-    return [*decodes, _first_token(engine, "recurrent", max(scale.prompt_lengths), None)]
+    return _decodes_and_first_token(setup, "recurrent", setup.scale.recurrent_decodes)
+
+
+def mixture(setup: Setup) -> list[Measurement]:
+    """A mixture of experts: decoding, and the first tokens of single prompts."""
+    return _decodes_and_first_token(setup, "mixture", setup.scale.mixture_decodes)
 
 
 def served(setup: Setup) -> list[Measurement]:
@@ -150,6 +151,7 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
         uneven,
         grouped,
         recurrent,
+        mixture,
         large_single_steps,
         large_without_graphs,
         served,
@@ -157,6 +159,12 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
         transformers_continuous,
     )
 }
+
+
+def _decodes_and_first_token(setup: Setup, shape: str, decodes: tuple[Decode, ...]) -> list[Measurement]:
+    longest_prompt = max(setup.scale.prompt_lengths)
+    engine = setup.engine(shape, MANY_STEPS, [*setup.decode_workloads(decodes), Workload(1, longest_prompt, 1)])
+    return [*setup.time_decodes(engine, shape, decodes), _first_token(engine, shape, longest_prompt, None)]
 
 
 def _first_tokens(setup: Setup, engine: Engine, shape: str) -> list[Measurement]:

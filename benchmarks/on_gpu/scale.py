@@ -79,6 +79,8 @@ class Scale:
     grouped_decodes: tuple[Decode, ...]  # of the large shape, its weights in groups of 4 bits
     recurrent: Mapping[str, Any]
     recurrent_decodes: tuple[Decode, ...]
+    mixture: Mapping[str, Any]
+    mixture_decodes: tuple[Decode, ...]
     prompt_lengths: tuple[int, ...]  # of single prompts, whose first token is waited for
     busy: Decode  # rows beside which a prompt arrives
     traffic: Traffic
@@ -121,6 +123,26 @@ _QWEN3_5_0_8B = {
     "vocab_size": 248320,
     "tie_word_embeddings": True,
 }
+_MIXTURE_7B = {  # as large as OLMoE, of which a token takes 1.3 B
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "vocab_size": 50304,
+}
+_TINY_MIXTURE = {
+    **_TINY,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _TINY_RECURRENT = {
     **_TINY,
     "model_type": "qwen3_5_text",
@@ -146,6 +168,8 @@ SCALES = {
         grouped_decodes=(Decode(1, 128), Decode(16, 128)),
         recurrent=_QWEN3_5_0_8B,
         recurrent_decodes=(Decode(1, 128), Decode(32, 128)),
+        mixture=_MIXTURE_7B,
+        mixture_decodes=(Decode(1, 128), Decode(32, 128)),
         prompt_lengths=(16, 128, 1024),
         busy=Decode(32, 256),
         traffic=Traffic(256, 512, "uniform:64,512", 512, 128, 0.7),
@@ -168,6 +192,8 @@ SCALES = {
         grouped_decodes=(Decode(1, 8),),
         recurrent=_TINY_RECURRENT,
         recurrent_decodes=(Decode(1, 8), Decode(2, 8)),
+        mixture=_TINY_MIXTURE,
+        mixture_decodes=(Decode(1, 8), Decode(2, 8)),
         prompt_lengths=(4, 16),
         busy=Decode(2, 8),
         traffic=Traffic(3, 6, "uniform:4,16", 16, 8, 0.7),

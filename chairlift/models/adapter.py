@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chairlift.errors import CheckpointError
-from chairlift.models.attention import Attend
+from chairlift.models.attention import Attend, Projections
 
 ATTENTION = "chairlift"  # name of an attention function
 
@@ -60,7 +60,7 @@ def _over_slots(attend: Attend) -> Attention:
     ) -> tuple[torch.Tensor, None]:
         """`[1, H, T, D]` each -> `[1, T, Hq, D]`"""
         query, key, value = (x[0].to(value.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
-        return attend(module.layer_idx, query, key, value).unsqueeze(0), None  # type: ignore[arg-type]
+        return attend(module.layer_idx, Projections(query, key, value)).unsqueeze(0), None  # type: ignore[arg-type]
 
     return attention
 
@@ -120,6 +120,6 @@ class AdaptedDecoder(nn.Module):
     def check_positions(self) -> None:
         """CheckpointError if the code counts positions itself, because those of a ragged batch are given."""
         twice = torch.ones(2, dtype=torch.int64, device=self.device)
-        first, second = self(twice, twice, lambda _, query, *others: query)  # noqa: ARG005
+        first, second = self(twice, twice, lambda _, new: new.query)
         if not torch.allclose(first, second, rtol=1e-2, atol=1e-2):
             raise CheckpointError("the model computes positions itself, so those of a batch cannot be given to it")

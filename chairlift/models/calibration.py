@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from chairlift.models.attention import Projections
 from chairlift.models.attention.torch_sdpa import attend_to
 from chairlift.models.blocks import DecoderLayer
 from chairlift.models.config import ModelConfig
@@ -103,21 +104,14 @@ class _Attention:
         self._num_sequences = num_sequences
         self._written: dict[int, Sequence[torch.Tensor]] = {}  # by layer: keys and values
 
-    def __call__(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, layer_idx: int, new: Projections) -> torch.Tensor:
         """See `Attend`."""
         block = self._blocks[layer_idx]
-        if key is not None and value is not None:
-            self._written[layer_idx] = key, value
+        if new.own is not None:
+            self._written[layer_idx] = new.own
         written = self._written[layer_idx if block.source is None else block.source]
         queries, keys, values = (
-            each.reshape(self._num_sequences, -1, *each.shape[1:]).transpose(1, 2) for each in (query, *written)
+            each.reshape(self._num_sequences, -1, *each.shape[1:]).transpose(1, 2) for each in (new.query, *written)
         )
         num_heads, length = keys.shape[1:3]
         grouped = queries.reshape(self._num_sequences, num_heads, -1, length, block.head_dim)
@@ -125,6 +119,6 @@ class _Attention:
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         if block.window is not None:
             seen = seen.triu(1 - block.window)
-        own = None if sinks is None else sinks.view(num_heads, -1, 1, 1)
+        own = None if new.sinks is None else new.sinks.view(num_heads, -1, 1, 1)
         attended = attend_to(grouped, keys, values, block.attention, seen, own)
-        return attended.permute(0, 3, 1, 2, 4).reshape(query.shape)
+        return attended.permute(0, 3, 1, 2, 4).reshape(new.query.shape)

@@ -220,7 +220,7 @@ def _drive(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> 
 def _run_alone(model: "Decoder | AdaptedDecoder", input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Runs tokens that see no others, int64 `[T]`, without a cache: final hidden states `[T, hidden]`."""
     recur = (prepare_without_states(model.config.states()),) if isinstance(model, Decoder) else ()
-    hidden: torch.Tensor = model(input_ids, positions, lambda _, query, *others: query, *recur)  # noqa: ARG005
+    hidden: torch.Tensor = model(input_ids, positions, lambda _, new: new.query, *recur)
     return hidden
 
 

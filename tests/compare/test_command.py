@@ -20,6 +20,7 @@ from chairlift.compare.sides import open_side, read_pairs
 from chairlift.config import DType
 from chairlift.errors import ConfigurationError
 from chairlift.models import load_model, open_checkpoint
+from chairlift.models.attention import Projections
 from tests.support.server_process import SERVE, running
 
 Printed = pytest.CaptureFixture[str]
@@ -61,8 +62,9 @@ def test_distributions_are_those_of_the_torch_model() -> None:
     model = load_model(open_checkpoint("bundled"), DType.FLOAT32, "cpu", 64)
     window = torch.tensor(tokens[:64])
 
-    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: object) -> torch.Tensor:
-        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    def attend(_: int, new: Projections) -> torch.Tensor:
+        assert new.own is not None
+        query, key, value = (each.transpose(0, 1)[None] for each in (new.query, *new.own))
         attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended[0].transpose(0, 1)
 

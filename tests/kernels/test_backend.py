@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chairlift.models.attention import Backend
+from chairlift.models.attention import Backend, Projections
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.attention.triton import TritonBackend
 from tests.models import attention_support as support
@@ -46,7 +46,7 @@ def test_of_rows_that_decode_the_host_s_numbers_are_not_looked_at(window: int | 
     (collection,) = make_cache(DECODE, tokens).fetch([row.slot for row in DECODE])
     batch = replace(support.batch_of(DECODE, DEVICE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend = TritonBackend(layers).prepare(batch, replace(collection, max_cache_length=1))
-    output = attend(LAYER, *tokens.new_parts(DECODE))
+    output = attend(LAYER, Projections(*tokens.new_parts(DECODE)))
     support.assert_near(output, support.new_parts(support.reference(tokens, layers), DECODE))
 
 
@@ -65,7 +65,7 @@ def test_so_do_those_of_a_padded_step() -> None:
     batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1, DEVICE)
     new = [torch.cat((part, part[:2])) for part in tokens.new_parts(MIXED)]
     backend = TritonBackend(given, TritonBackend(other))
-    output = backend.prepare_padded(batch, make_cache(MIXED, tokens).blocks[0])(LAYER, *new)
+    output = backend.prepare_padded(batch, make_cache(MIXED, tokens).blocks[0])(LAYER, Projections(*new))
     parts = [support.new_parts(support.reference(tokens, layers), MIXED) for layers in (given, other)]
     support.assert_near(output[:num_real], torch.cat((parts[0][: len(DECODE)], parts[1][len(DECODE) :])))
 
@@ -77,11 +77,13 @@ def test_a_padded_step_has_the_sinks_of_an_even_one() -> None:
     sinks = torch.linspace(-1.0, 2.0, new[0].shape[1], device=DEVICE)
     batch = support.padded_batch_of(MIXED, num_real + 2, 8, 6, 1, DEVICE)
     padded = [torch.cat((part, part[:2])) for part in new]
-    output = backend.prepare_padded(batch, manager.blocks[0])(LAYER, padded[0], padded[1], padded[2], sinks)
+    output = backend.prepare_padded(batch, manager.blocks[0])(
+        LAYER, Projections(padded[0], padded[1], padded[2], sinks)
+    )
     (collection,) = manager.fetch([row.slot for row in MIXED])
     even = backend.prepare(support.batch_of(MIXED, DEVICE), collection)
-    support.assert_near(output[:num_real], even(LAYER, new[0], new[1], new[2], sinks))
-    assert (output[:num_real] - even(LAYER, new[0], new[1], new[2])).abs().max() > 0.01
+    support.assert_near(output[:num_real], even(LAYER, Projections(new[0], new[1], new[2], sinks)))
+    assert (output[:num_real] - even(LAYER, Projections(new[0], new[1], new[2]))).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, [*MIXED, Row(6, 14, 1)]], ids=["decode", "prefill", "mixed"])
@@ -92,7 +94,7 @@ def test_a_padded_step_gives_its_rows_what_they_get_alone(rows: list[Row], layer
     batch = support.padded_batch_of(rows, 24, num_decode, 6, scratch, DEVICE)
     parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
     before = blocks.clone()
-    output = TritonBackend(LAYERS[layers]).prepare_padded(batch, blocks)(LAYER, *parts)
+    output = TritonBackend(LAYERS[layers]).prepare_padded(batch, blocks)(LAYER, Projections(*parts))
     assert output.isfinite().all()
     support.assert_near(output[:num_real], support.new_parts(support.reference(tokens, LAYERS[layers]), rows))
     written = (blocks != before).flatten(2).any(dim=2).any(dim=1).nonzero().flatten().tolist()

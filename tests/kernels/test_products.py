@@ -53,7 +53,7 @@ def stopwatch(*, share: float) -> Stopwatch:
 def logits(model: Decoder, num_rows: int) -> torch.Tensor:
     """Of tokens that attend to nothing but themselves."""
     tokens = torch.arange(num_rows, device=DEVICE) % SHAPE["vocab_size"]
-    return model.logits(model(tokens, torch.arange(num_rows, device=DEVICE), lambda *given: given[1])).cpu()
+    return model.logits(model(tokens, torch.arange(num_rows, device=DEVICE), lambda _, new: new.query)).cpu()
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

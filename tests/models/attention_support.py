@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, PaddedBatch
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, PaddedBatch, Projections
 from chairlift.models.attention.torch_sdpa import TorchBackend
 
 NUM_LAYERS = 3
@@ -183,7 +183,7 @@ def attend(
     outputs = []
     for device, collection in enumerate(inputs):
         attend_layer = backend.prepare(batch_of(rows, collection.blocks.device), collection)
-        outputs.append(attend_layer(LAYER, *tokens.shard(device, len(inputs)).new_parts(rows)))
+        outputs.append(attend_layer(LAYER, Projections(*tokens.shard(device, len(inputs)).new_parts(rows))))
     manager.step([row.num_new for row in rows], inputs)
     return torch.cat(outputs, dim=1)
 

@@ -14,7 +14,15 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import Backend, BatchMetadata, PaddingBackend, flash, token_slots, view_length
+from chairlift.models.attention import (
+    Backend,
+    BatchMetadata,
+    PaddingBackend,
+    Projections,
+    flash,
+    token_slots,
+    view_length,
+)
 from chairlift.models.attention.flash import is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from chairlift.models.attention.triton import TritonBackend
@@ -215,7 +223,7 @@ def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(loaded: Loaded, 
             inputs = manager.increment_cache_lengths(inputs, loaded.batch(rows).row_offsets)
             rows = [Row(row.slot, row.num_cached + row.num_new, 1) for row in rows]
         attend_layer = loaded.backend.prepare(loaded.batch(rows), inputs[0])
-        assert_near_reference(attend_layer(LAYER, *tokens.new_parts(rows)), tokens, rows)
+        assert_near_reference(attend_layer(LAYER, Projections(*tokens.new_parts(rows))), tokens, rows)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)])
@@ -271,7 +279,9 @@ def test_version_3_leaves_rows_that_decode_to_version_2(rows: list[Row], is_give
         outputs = [attend(loaded.cache(rows, tokens), rows, tokens, backend)]
         padded = support.padded_batch_of(rows, 24, 8, 6, 1)
         new = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
-        outputs.append(backend.prepare_padded(padded, loaded.cache(rows, tokens).blocks[0])(LAYER, *new)[:num_real])
+        outputs.append(
+            backend.prepare_padded(padded, loaded.cache(rows, tokens).blocks[0])(LAYER, Projections(*new))[:num_real]
+        )
     num_given = len(DECODE) if is_given else 0
     parts = [support.new_parts(support.reference(tokens, layers), rows) for layers in (other, PLAIN)]
     for output in outputs:
@@ -302,7 +312,7 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
     (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
     batch = replace(loaded.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend_layer = loaded.backend.prepare(batch, replace(collection, max_cache_length=256))
-    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(DECODE)), tokens, DECODE, loaded.layers)
+    assert_near_reference(attend_layer(LAYER, Projections(*tokens.new_parts(DECODE))), tokens, DECODE, loaded.layers)
 
 
 CAN_PAD = [case for case in RECORDABLE if "torch_copied" not in str(case.id)]
@@ -325,7 +335,7 @@ def test_a_padded_step_gives_its_rows_what_they_get_alone(
     batch = support.padded_batch_of(rows, 24, num_decode, num_prompts, scratch, loaded.device)
     parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
     before = blocks.clone()
-    output = backend.prepare_padded(batch, blocks)(LAYER, *parts)
+    output = backend.prepare_padded(batch, blocks)(LAYER, Projections(*parts))
     assert output.isfinite().all()
     assert_near_reference(output[:num_real], tokens, rows, loaded.layers)
     written = (blocks != before).flatten(2).any(dim=2).any(dim=1).nonzero().flatten().tolist()
@@ -341,7 +351,7 @@ def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
     inputs = loaded.cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
     batch, parts = loaded.batch(rows), tokens.new_parts(rows)
     with no_waiting():
-        output = loaded.backend.prepare(batch, inputs[0])(LAYER, *parts)
+        output = loaded.backend.prepare(batch, inputs[0])(LAYER, Projections(*parts))
     assert_near_reference(output, tokens, rows)
 
 
@@ -357,10 +367,11 @@ def test_a_captured_decode_step_serves_other_slots_and_lengths(name: str) -> Non
     collection = replace(collection, max_cache_length=256)
     batch = loaded.batch(DECODE)
     places = tokens.rows([0, 1, 2, 3]).new_parts(DECODE)
-    loaded.backend.prepare(batch, collection)(LAYER, *places)  # libraries initialise at their first call
+    new = Projections(*places)
+    loaded.backend.prepare(batch, collection)(LAYER, new)  # libraries initialise at their first call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = loaded.backend.prepare(batch, collection)(LAYER, *places)
+        output = loaded.backend.prepare(batch, collection)(LAYER, new)
     collection.lookup_table.copy_(torch.tensor([row.slot for row in others]))
     collection.cache_lengths.copy_(torch.tensor([row.num_cached for row in others]))
     batch.positions.copy_(torch.tensor([row.num_cached for row in others]))
@@ -400,7 +411,7 @@ def test_tokens_that_attend_alone_obey_them_too(layers: support.Layers) -> None:
     (collection,) = manager.fetch([row.slot for row in rows], [row.num_new for row in rows])
     batch = support.batch_of(rows)
     attend_layer = attend_alone(layers, token_slots(batch, collection), batch.positions, collection)
-    assert_near_reference(attend_layer(LAYER, *tokens.new_parts(rows)), tokens, rows, layers)
+    assert_near_reference(attend_layer(LAYER, Projections(*tokens.new_parts(rows))), tokens, rows, layers)
 
 
 class _Reads(TorchFunctionMode):

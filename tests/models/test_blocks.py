@@ -21,7 +21,7 @@ from chairlift.models import (
     load_backend,
     load_model,
 )
-from chairlift.models.attention import Forward
+from chairlift.models.attention import Forward, Projections
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.blocks import Activation, AttentionBlock, DenseMLPBlock, QKNorm
 from chairlift.models.decoder import Decoder
@@ -45,13 +45,9 @@ LENGTHS = (40, 23)
 def computed_whole(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """Logits `[T, vocab]` of a sequence in one go, without a cache: each query attends to the keys of the same pass."""
 
-    def attend(
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,  # noqa: ARG001
-    ) -> torch.Tensor:
+    def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+        assert new.own is not None
+        query, (key, value) = new.query, new.own
         config, num_groups = model.config.attention[layer_idx], query.shape[1] // key.shape[1]
         ages = torch.arange(len(query))[:, None] - torch.arange(len(query))
         is_seen = (ages >= 0) & (ages < (config.window or len(query)))

@@ -12,6 +12,7 @@ from chairlift.models.attention.backend import (
     PaddedBatch,
     PaddedForward,
     PaddingBackend,
+    Projections,
     Read,
     find_head_obstacle,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "PaddedBatch",
     "PaddedForward",
     "PaddingBackend",
+    "Projections",
     "Read",
     "append_tokens",
     "attend_padded",

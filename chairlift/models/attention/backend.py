@@ -18,24 +18,28 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 
 
-class Attend(Protocol):
-    """Appends a layer's keys and values, if it has any of its own, and attends."""
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Holds what a layer attends with: queries, and the keys and values of the same tokens."""
 
-    def __call__(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        /,
-    ) -> torch.Tensor:
-        """`[T, Hq, D]`, `[T, Hkv, D]` twice -> `[T, Hq, D]`. `sinks`, float32 `[Hq]`: see `AttentionConfig`.
+    query: torch.Tensor  # [T, Hq, D]
+    key: torch.Tensor | None  # [T, Hkv, D]; None: another layer has appended these tokens' keys and values already
+    value: torch.Tensor | None  # likewise
+    sinks: torch.Tensor | None = None  # float32 [Hq]; see `AttentionConfig`
 
-        `key` and `value` None: the layer reads those of another layer, which has appended these tokens' already.
-        """
-        ...
+    @property
+    def own(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Key and value of the layer itself, to be appended; None if it reads those of another layer."""
+        return None if self.key is None or self.value is None else (self.key, self.value)
 
+    def of_tokens(self, tokens: slice) -> "Projections":
+        """Returns those of some of the tokens."""
+        key, value = (None if each is None else each[tokens] for each in (self.key, self.value))
+        return Projections(self.query[tokens], key, value, self.sinks)
+
+
+Attend = Callable[[int, Projections], torch.Tensor]
+"""`attend(layer_idx, new) -> [T, Hq, D]`: appends a layer's keys and values, if it has any of its own, and attends."""
 
 Read = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """`read(layer_idx, query [N, Hq, D], keys [n_slots, S, Hkv, D], values, sinks) -> [N, Hq, D]`: attends to what slots

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch, Read
+from chairlift.models.attention.backend import Attend, BatchMetadata, PaddedBatch, Projections, Read
 
 _SHORTEST_VIEW = 256  # tokens
 _ALL_KEEP = "layers of a padded step keep keys and values of their own"
@@ -62,22 +62,11 @@ def prepare_apart(
     rows = slice(None, num_decode), slice(num_decode, None)
     decode, prefill = (prepare(*_rows_of(batch, cache, each)) for each in rows)
 
-    def attend(
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        decoded = decode(layer_idx, query[:num_decode], _some(key, rows[0]), _some(value, rows[0]), sinks)
-        prefilled = prefill(layer_idx, query[num_decode:], _some(key, rows[1]), _some(value, rows[1]), sinks)
+    def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+        decoded, prefilled = decode(layer_idx, new.of_tokens(rows[0])), prefill(layer_idx, new.of_tokens(rows[1]))
         return torch.cat((decoded, prefilled))
 
     return attend
-
-
-def _some(new: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if new is None else new[rows]
 
 
 def _rows_of(
@@ -137,21 +126,14 @@ def attend_padded(
     slots, positions, is_decode = batch.token_slots, batch.positions, batch.decodes[:, None, None]
     most = len(batch.decodes)
 
-    def attend(
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert key is not None, _ALL_KEEP
-        assert value is not None, _ALL_KEEP
+    def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+        assert new.own is not None, _ALL_KEEP
         plane = layer_idx if batch.planes is None else batch.planes[layer_idx]
         keys, values = blocks[:, 0, plane], blocks[:, 1, plane]
-        append(keys, values, key, value, slots, positions)
-        output = prefill(layer_idx, query, keys, values, sinks)
+        append(keys, values, *new.own, slots, positions)
+        output = prefill(layer_idx, new.query, keys, values, new.sinks)
         if most:
-            decoded = decode(layer_idx, query[:most], keys, values, sinks)
+            decoded = decode(layer_idx, new.query[:most], keys, values, new.sinks)
             output[:most] = torch.where(is_decode, decoded, output[:most])
         return output
 

@@ -19,6 +19,7 @@ from chairlift.models.attention.backend import (
     BatchMetadata,
     PaddedBatch,
     PaddingBackend,
+    Projections,
     Read,
     find_head_obstacle,
 )
@@ -42,8 +43,6 @@ PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a mul
 
 _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
-_NO_SINKS = "layers with sinks have another backend"
-_NO_READERS = "models with layers that read the keys of others are refused"
 
 
 def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
@@ -90,18 +89,10 @@ class FlashAttnBackend:
         # To split a single page between blocks of threads takes longer (140 tokens on an H200: 9.9 instead of 8.3 us).
         num_splits = 1 if longest == PAGE_SIZE else _SPLITS_AS_IT_SEES_FIT
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            assert sinks is None, _NO_SINKS
-            assert key is not None, _NO_READERS
-            assert value is not None, _NO_READERS
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+            key, value = _own(new)
             output = self._decode(
-                query.unsqueeze(1),  # [B, 1, Hq, D]
+                new.query.unsqueeze(1),  # [B, 1, Hq, D]
                 cache.get_key_cache(layer_idx)[:, :longest],
                 cache.get_value_cache(layer_idx)[:, :longest],
                 k=key.unsqueeze(1),
@@ -121,19 +112,10 @@ class FlashAttnBackend:
         key_offsets = torch.nn.functional.pad(torch.cumsum(key_lengths(batch, cache), 0, dtype=torch.int32), (1, 0))
         pages = cache.lookup_table.unsqueeze(1)
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            assert sinks is None, _NO_SINKS
-            assert key is not None, _NO_READERS
-            assert value is not None, _NO_READERS
-            append(layer_idx, key, value)
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+            append(layer_idx, *_own(new))
             output = self._prefill(
-                query,
+                new.query,
                 cache.get_key_cache(layer_idx),
                 cache.get_value_cache(layer_idx),
                 cu_seqlens_q=batch.row_offsets,
@@ -217,18 +199,10 @@ class FlashAttn3Backend:
             return self._version_2.prepare(batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            assert sinks is None, _NO_SINKS
-            assert key is not None, _NO_READERS
-            assert value is not None, _NO_READERS
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+            key, value = _own(new)
             output = self._kernel(
-                query,
+                new.query,
                 cache.get_key_cache(layer_idx)[:, :longest],
                 cache.get_value_cache(layer_idx)[:, :longest],
                 k=key,
@@ -280,6 +254,13 @@ class FlashAttn3Backend:
         return without_sinks(read)
 
 
+def _own(new: Projections) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer that these kernels take."""
+    assert new.sinks is None, "layers with sinks have another backend"
+    assert new.own is not None, "models with layers that read the keys of others are refused"
+    return new.own
+
+
 def _splits_of(most_queries: int) -> int:
     """Parts that version 3 divides the keys of rows of up to so many tokens into: prompts make enough blocks."""
     return _SPLITS_AS_IT_SEES_FIT if most_queries == 1 else 1
@@ -303,18 +284,9 @@ class TorchVarlenBackend:
         rows = _slot_offsets(cache.blocks, cache.lookup_table), key_lengths(batch, cache), batch.row_offsets
         read = self._read_rows(*rows, cache.max_seq_length, view_length(cache))
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            assert sinks is None, _NO_SINKS
-            assert key is not None, _NO_READERS
-            assert value is not None, _NO_READERS
-            append(layer_idx, key, value)
-            return read(layer_idx, query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx), None)
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+            append(layer_idx, *_own(new))
+            return read(layer_idx, new.query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx), None)
 
         return attend
 

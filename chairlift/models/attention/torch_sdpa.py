@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.backend import Attend, AttentionConfig, BatchMetadata
+from chairlift.models.attention.backend import Attend, AttentionConfig, BatchMetadata, Projections
 from chairlift.models.attention.batches import append_tokens, view_length
 
 
@@ -126,19 +126,13 @@ class TorchBackend:
         append = append_tokens(batch, cache)
         parts = [self._parts(batch, cache, config) for config in self._kinds]
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            if key is not None and value is not None:
-                append(layer_idx, key, value)
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
+            if new.own is not None:
+                append(layer_idx, *new.own)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-            output = torch.empty_like(query)
+            output = torch.empty_like(new.query)
             for part in parts[self._kind_of[layer_idx]]:
-                part.attend(query, keys, values, output, sinks)
+                part.attend(new.query, keys, values, output, new.sinks)
             return output
 
         return attend
@@ -236,19 +230,12 @@ def attend_alone(
     """
     ends = list(zip(slots.tolist(), (positions + 1).tolist(), strict=True))
 
-    def attend(
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(layer_idx: int, new: Projections) -> torch.Tensor:
         keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-        if key is not None and value is not None:
-            keys[slots, positions] = key
-            values[slots, positions] = value
+        if new.own is not None:
+            keys[slots, positions], values[slots, positions] = new.own
         num_kv_heads, head_dim = keys.shape[2:]
-        grouped = query.reshape(len(ends), num_kv_heads, -1, head_dim)
+        grouped = new.query.reshape(len(ends), num_kv_heads, -1, head_dim)
         output = torch.empty_like(grouped)
         config = layers[layer_idx]
         window = config.window
@@ -258,8 +245,8 @@ def attend_alone(
                 continue
             seen = slice(0 if window is None else max(0, end - window), end)
             key_view, value_view = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
-            own = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            own = None if new.sinks is None else new.sinks.view(num_kv_heads, -1, 1)
             output[row] = attend_to(grouped[row : row + 1], key_view, value_view, config, sinks=own)[0]
-        return output.view_as(query)
+        return output.view_as(new.query)
 
     return attend

@@ -19,6 +19,7 @@ from chairlift.models.attention.backend import (
     BatchMetadata,
     PaddedBatch,
     PaddingBackend,
+    Projections,
     Read,
     find_head_obstacle,
 )
@@ -74,22 +75,16 @@ class TritonBackend:
         slots, positions, lengths = cache.lookup_table, cache.cache_lengths, cache.cache_lengths + 1
         plans: dict[tuple[int, int | None], Chunks] = {}
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-            if key is not None and value is not None:
-                self._appending.append(keys, values, key, value, slots, positions)
+            if new.own is not None:
+                self._appending.append(keys, values, *new.own, slots, positions)
             kind = keys.shape[2], config.window
             if kind not in plans:  # all layers of that kind have one
                 plans[kind] = self._decoding.plan_chunks(lengths, slots, *kind)
             attended: torch.Tensor = self._decoding.attend(
-                query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap, sinks=sinks
+                new.query, keys, values, plans[kind], scale=config.scale, softcap=config.softcap, sinks=new.sinks
             )
             return attended
 
@@ -98,19 +93,13 @@ class TritonBackend:
     def _prepare_prefill(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         slots, lengths = token_slots(batch, cache), key_lengths(batch, cache)
 
-        def attend(
-            layer_idx: int,
-            query: torch.Tensor,
-            key: torch.Tensor | None,
-            value: torch.Tensor | None,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
+        def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             config = self._layers[layer_idx]
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
-            if key is not None and value is not None:
-                self._appending.append(keys, values, key, value, slots, batch.positions)
+            if new.own is not None:
+                self._appending.append(keys, values, *new.own, slots, batch.positions)
             attended: torch.Tensor = self._prefilling.attend(
-                query,
+                new.query,
                 keys,
                 values,
                 batch.row_offsets,
@@ -120,7 +109,7 @@ class TritonBackend:
                 scale=config.scale,
                 window=config.window,
                 softcap=config.softcap,
-                sinks=sinks,
+                sinks=new.sinks,
             )
             return attended
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chairlift.cache.layout import KVCacheParams, SharedWith
-from chairlift.models.attention import AttentionConfig
+from chairlift.models.attention import AttentionConfig, Projections
 from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
 from chairlift.models.blocks.head_orders import HeadOrder, arrange_heads, head_order, is_ascending, part_gates
 from chairlift.models.layers import Linear, RMSNorm, UnitNorm
@@ -193,22 +193,20 @@ class SelfAttention(BlockModule):
             value = value if self.v_norm is None else self.v_norm(value)
         if self.block.growth is not None:
             query = query * self.block.growth.factors(now.positions).to(query.dtype)[:, None, None]
+        new = Projections(query, key, value, self.sinks)
         if self._shared is None:
-            attended = now.attend(self.layer_idx, query, key, value, self.sinks)
+            attended = now.attend(self.layer_idx, new)
         else:
-            attended = self._attend_shared(self._shared, query, key, value, now)
+            attended = self._attend_shared(self._shared, new, now)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         projected: torch.Tensor = self.o_proj(attended.flatten(1), addend=now.residual)
         return projected if self.block.output_scale == 1.0 else projected * self.block.output_scale
 
-    def _attend_shared(
-        self, order: HeadOrder, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, now: Pass
-    ) -> torch.Tensor:
-        assert key is not None, _OWN_KEYS
-        assert value is not None, _OWN_KEYS
-        shared = order.share(query, key, value, self._key_factors())
-        return now.attend(self.layer_idx, *shared, self.sinks)[..., order.back(query.device)]
+    def _attend_shared(self, order: HeadOrder, new: Projections, now: Pass) -> torch.Tensor:
+        assert new.own is not None, _OWN_KEYS
+        shared = order.share(new.query, *new.own, self._key_factors())
+        return now.attend(self.layer_idx, Projections(*shared, new.sinks))[..., order.back(new.query.device)]
 
     def _key_factors(self) -> torch.Tensor:
         """float32 `[head_dim]`: the factors of the keys' norm."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
 from chairlift.models.rotary import RopeConfig
-from tests.support.forward_bench import SLOT_LEN, Bench
+from tests.support.forward_bench import NUM_SLOTS, SLOT_LEN, Bench, Row, random_tokens
 from tests.support.shapes import Positions, positions_of, varied
 
 _ROPE = RopeConfig(10_000.0)
@@ -342,6 +343,16 @@ def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tenso
     errors = (ours - theirs).abs().amax(dim=1) / theirs.abs().amax()
     assert errors.amax() < 0.05
     assert errors.quantile(0.3) < 1e-5
+
+
+def assert_exact_sums_of_rounded_factors(config: ModelConfig, number_format: Format, isa: str) -> None:
+    """Native code computes with integers in groups what torch does with the numbers that these stand for."""
+    ours = cpu_bench(config, number_format, isa)
+    theirs = torch_bench(quantized(make_model(config), number_format.quantization))
+    rng = random.Random(0)
+    for count in (5, 1, 3):
+        rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
+        assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
 
 
 def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:

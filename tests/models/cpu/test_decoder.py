@@ -104,12 +104,7 @@ def test_bfloat16_is_as_near_the_truth_as_bits_allow(config: ModelConfig, number
 @of_every_shape
 @pytest.mark.parametrize("number_format", [support.FLOAT32_INT8, support.FLOAT32_INT4], ids=str)
 def test_integers_give_exact_sums_of_rounded_factors(config: ModelConfig, number_format: Format, isa: str) -> None:
-    ours = cpu_bench(config, number_format, isa)
-    theirs = support.torch_bench(support.quantized(make_model(config), number_format.quantization))
-    rng = random.Random(0)
-    for count in (5, 1, 3):
-        rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
-        support.assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
+    support.assert_exact_sums_of_rounded_factors(config, number_format, isa)
 
 
 def test_weights_of_values_lose_next_to_nothing(isa: str) -> None:

@@ -66,12 +66,7 @@ def test_integers_give_exact_sums_of_rounded_factors(number_format: Format, isa:
     """Every token goes to all experts, since a choice may tip with any rounding."""
     every = replace(PARALLEL, router=replace(PARALLEL.router, num_chosen=9))
     config = mixture((ALL, SHARED), (ALL,), (PARALLEL_MLP, every))
-    ours = cpu_bench(config, number_format, isa)
-    theirs = support.torch_bench(support.quantized(make_model(config), number_format.quantization))
-    rng = random.Random(0)
-    for count in (5, 1, 3):
-        rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
-        support.assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
+    support.assert_exact_sums_of_rounded_factors(config, number_format, isa)
 
 
 def test_bfloat16_is_near_when_all_experts_are_chosen(isa: str) -> None:

@@ -1,10 +1,12 @@
 """A server on the production runner, in an event loop that the tests of a module share, and clients for it."""
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -15,6 +17,7 @@ from openai import AsyncOpenAI
 from chairlift.api import ServerConfig
 from chairlift.api.answers import ToolFamily
 from chairlift.api.app import Api
+from chairlift.api.http.connections import Connection
 from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
@@ -24,6 +27,7 @@ from tests.support.engines import HOOKED, core_of, make_core
 
 SLOTS = 4
 MAX_SEQ_LEN = 512
+SOCKET_BYTES = 4096
 ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
 in_loop = pytest_asyncio.fixture(loop_scope="module")
 """Makes a fixture of a coroutine or a generator, in the loop in which the tests run."""
@@ -54,16 +58,23 @@ class Server:
         return not is_waited_for and self.num_free_slots == self.llm.config.num_slots
 
 
-def make_served(**engine: Any) -> AsyncLLM:
+Served = TypeVar("Served", bound=AsyncLLM)
+
+
+def make_served(kind: type[Served] = AsyncLLM, **engine: Any) -> Served:  # type: ignore[assignment]
     """The bundled model with four slots unless told otherwise."""
     parts = replace(HOOKED, clock=Clock())
-    return AsyncLLM.of(LocalEngine(make_core(parts=parts, **{"model": "bundled", **ENGINE, **engine})))
+    return kind.of(LocalEngine(make_core(parts=parts, **{"model": "bundled", **ENGINE, **engine})))
 
 
 @asynccontextmanager
-async def serving(config: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
-    """The production server in this event loop, on the bundled model with four slots unless told otherwise."""
-    llm = make_served(**engine)
+async def serving(
+    config: ServerConfig = ServerConfig(),  # noqa: B008 - frozen
+    llm: AsyncLLM | None = None,
+    **engine: Any,
+) -> AsyncIterator[Server]:
+    """The production server in this event loop, on that engine, or else on one of `make_served`. Closes it."""
+    llm = llm or make_served(**engine)
     names = config.served_model_name or ["bundled"]
     config = config.model_copy(update={"port": 0, "served_model_name": names})
     api = Api(llm, config)
@@ -134,6 +145,22 @@ def shared(config: ServerConfig, **engine: Any) -> Any:
 shared_server = shared(ServerConfig(), max_queue_size=2)
 # It reads Hermes calls out of answers, whatever the template teaches.
 shared_hermes = shared(ServerConfig(tool_call_parser=ToolFamily.HERMES))
+
+
+@pytest.fixture
+def transports(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Transport]:
+    """Connections of the server, whose sockets hold little."""
+    seen: list[asyncio.Transport] = []
+    connection_made = Connection.connection_made
+
+    def shrink(self: Connection, transport: asyncio.BaseTransport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        assert isinstance(transport, asyncio.Transport)
+        seen.append(transport)
+        connection_made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", shrink)
+    return seen
 
 
 @in_loop

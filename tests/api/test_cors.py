@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,7 +14,7 @@ from chairlift.errors import ConfigurationError
 from tests.api.conftest import serving
 
 PAGE, STRANGER = "https://app.example.org", "https://evil.example.org"
-TINY = {"max_batch_size": 1, "max_seq_len": 64}
+TINY: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": 64}
 KEY = {"Authorization": "Bearer secret"}
 ASKED = "authorization,content-type,x-stainless-lang"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": ASKED}

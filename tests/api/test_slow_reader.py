@@ -14,13 +14,12 @@ import pytest_asyncio
 from chairlift.api import ServerConfig
 from chairlift.api.http.connections import Connection
 from chairlift.engine.text.grammar import GrammarCompiler
-from tests.api.conftest import SLOTS, Server, SharedServer, in_loop, shared
+from tests.api.conftest import SLOTS, SOCKET_BYTES, Server, SharedServer, in_loop, shared
 from tests.api.contract import text_of
 from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
 from tests.support.engines import core_of
 
-SOCKET_BYTES = 4096
 SHORT_S, LONG_S = 0.4, 30.0  # a test that had to wait for the longer one would fail
 MOST_BUFFERED = 256 * 2**10  # a stream's own and the transport's buffer, and one event over
 TOKENS = 150
@@ -32,22 +31,6 @@ VERBOSE = {
     "logprobs": 5,
     "stream": True,
 }  # half a megabyte of events
-
-
-@pytest.fixture
-def transports(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Transport]:
-    """Connections of the server, whose sockets hold little."""
-    seen: list[asyncio.Transport] = []
-    connection_made = Connection.connection_made
-
-    def shrink(self: Connection, transport: asyncio.BaseTransport) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        assert isinstance(transport, asyncio.Transport)
-        seen.append(transport)
-        connection_made(self, transport)
-
-    monkeypatch.setattr(Connection, "connection_made", shrink)
-    return seen
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.http.connections import Connection
 from chairlift.api.http.event_stream import PULSE, EventStream, Pulse
 from chairlift.api.http.unread import UNREAD, UnreadReplies
 from chairlift.errors import ClientTooBusy
@@ -22,21 +21,7 @@ from tests.engine.async_support import wait_until
 MANY = 2**22  # more than a socket takes
 SHARED = b"s" * MANY
 
-
-@pytest.fixture(autouse=True)
-def transports(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Transport]:
-    """Connections of the server, whose sockets hold little."""
-    seen: list[asyncio.Transport] = []
-    connection_made = Connection.connection_made
-
-    def shrink(self: Connection, transport: asyncio.BaseTransport) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        assert isinstance(transport, asyncio.Transport)
-        seen.append(transport)
-        connection_made(self, transport)
-
-    monkeypatch.setattr(Connection, "connection_made", shrink)
-    return seen
+pytestmark = pytest.mark.usefixtures("transports")
 
 
 @dataclass(frozen=True)

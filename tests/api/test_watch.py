@@ -18,9 +18,7 @@ from chairlift.api.http.event_stream import PULSE, Pulse
 from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.journal import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
-from tests.api.conftest import serving_app
-from tests.api.test_slow_reader import SOCKET_BYTES
-from tests.api.test_slow_reader import transports as transports
+from tests.api.conftest import SOCKET_BYTES, serving_app
 from tests.engine.async_support import wait_until
 from tests.support.fake_batch import FakeBatch
 

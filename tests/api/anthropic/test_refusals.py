@@ -1,20 +1,21 @@
 """What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import anthropic
 import pytest
 
 from chairlift.api import ServerConfig
+from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.mailbox import Mailbox
+from chairlift.engine.text.inputs import Generation
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from tests.api.anthropic.support import ANSWER, QUESTION, WEATHER, error_of, events_of, whole_of
-from tests.api.conftest import Server, serving
+from tests.api.conftest import Server, make_served, serving
 from tests.api.contract import COUNT_TOKENS, MESSAGES, anthropic_client, posted
 
 ASKED: dict[str, Any] = {"max_tokens": 20, "messages": QUESTION}
@@ -55,21 +56,38 @@ async def test_a_wrong_request_is_told_what_to_change(server: Server, fields: di
     assert words in error["message"]
 
 
-async def test_every_status_has_its_type_and_exception(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+class WatchedLLM(AsyncLLM):
+    """Notes the tenants of what it runs, and refuses to run anything once it is told the reason."""
+
+    refusal: Exception | None = None
+    tenants: tuple[str, ...] = ()
+
+    @asynccontextmanager
+    async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Mailbox]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.tenants += tuple(generation.requests[0].options.tenant for generation in generations)
+        async with super().run_all(generations, wants_steps=wants_steps) as mailbox:
+            yield mailbox
+
+
+async def test_every_status_has_its_type_and_exception(server: Server) -> None:
     for path, fields in ((MESSAGES, {"model": "gpt"}), (f"{MESSAGES}/batches", {})):
         assert (await error_of(server, 404, {**ASKED, **fields}, path))["type"] == "not_found_error"
     plain = await error_of(server, 415, ASKED, **{"Content-Type": "text/plain"})
     assert plain["type"] == "invalid_request_error"
-    for error, status, kind in (
-        *((QueueFull("full"), 429, "rate_limit_error"), (QueueTimeout("late"), 503, "overloaded_error")),
-        *((EngineClosed("closed"), 503, "overloaded_error"), (RuntimeError("boom"), 500, "api_error")),
-    ):
-        monkeypatch.setattr(server.api.service.job_maker, "of_conversation", Mock(side_effect=error))
-        assert (await error_of(server, status, ASKED))["type"] == kind
-    async with client_of(server) as client:
-        with pytest.raises(anthropic.InternalServerError) as caught:
-            await client.messages.create(model="bundled", max_tokens=1, messages=QUESTION)
-        assert (caught.value.type, bool(caught.value.request_id)) == ("api_error", True)
+    llm = make_served(WatchedLLM)
+    async with serving(llm=llm) as refusing:
+        for error, status, kind in (
+            *((QueueFull("full"), 429, "rate_limit_error"), (QueueTimeout("late"), 503, "overloaded_error")),
+            *((EngineClosed("closed"), 503, "overloaded_error"), (RuntimeError("boom"), 500, "api_error")),
+        ):
+            llm.refusal = error
+            assert (await error_of(refusing, status, ASKED))["type"] == kind
+        async with client_of(refusing) as client:
+            with pytest.raises(anthropic.InternalServerError) as caught:
+                await client.messages.create(model="bundled", max_tokens=1, messages=QUESTION)
+            assert (caught.value.type, bool(caught.value.request_id)) == ("api_error", True)
     async with serving(ServerConfig(max_body_bytes=100)) as small:
         assert (await error_of(small, 413, {**ASKED, "system": "a" * 100}))["type"] == "request_too_large"
 
@@ -158,20 +176,12 @@ async def test_a_key_is_taken_from_either_header_on_these_paths_only() -> None:
         assert reply.content[0].type == "text"
 
 
-async def test_the_user_id_is_the_tenant_where_there_are_no_keys(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tenants: list[str] = []
-    run_all = server.llm.run_all
-
-    def note(generations: Any, **wishes: Any) -> Any:
-        tenants.extend(generation.requests[0].options.tenant for generation in generations)
-        return run_all(generations, **wishes)
-
-    monkeypatch.setattr(server.llm, "run_all", note)
-    await whole_of(server, metadata={"user_id": "session 1"})
-    await whole_of(server)
-    assert tenants == ["session 1", ""]
+async def test_the_user_id_is_the_tenant_where_there_are_no_keys() -> None:
+    llm = make_served(WatchedLLM)
+    async with serving(llm=llm) as server:
+        await whole_of(server, metadata={"user_id": "session 1"})
+        await whole_of(server)
+    assert llm.tenants == ("session 1", "")
 
 
 async def test_tools_of_unknown_types_are_left_out_with_a_warning(server: Server) -> None:

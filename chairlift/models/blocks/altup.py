@@ -6,13 +6,13 @@ first of them, predicts the others, and corrects these by what it computed. Laur
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
+from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Undivided, Weight
 from chairlift.models.blocks.layer import DecoderLayer, PackedBlock, PackedSublayer, Residual
 from chairlift.models.layers import Linear, RMSNorm, Use
 
@@ -20,8 +20,8 @@ _LEAST_SQUARE = 1e-5  # of a stream's elements on average, when it is scaled
 
 
 @dataclass(frozen=True, slots=True)
-class _AroundBlock:
-    """What both blocks answer alike: they keep nothing, and every rank has all of them."""
+class _AroundBlock(Undivided):
+    """The base of both blocks."""
 
     role: ClassVar[str]
 
@@ -29,18 +29,6 @@ class _AroundBlock:
     def native(self) -> str:
         """Names what native code has of it."""
         return self.role
-
-    def divide(self, num_ranks: int) -> Self:  # noqa: ARG002
-        return self
-
-    def find_split_obstacle(self, num_ranks: int) -> None:  # noqa: ARG002
-        return None
-
-    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
-
-    def state(self) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,29 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsNothing:
+    """The base of blocks of which a slot keeps nothing."""
+
+    def kept(self, dtype: torch.dtype) -> None:
+        """See `Block`."""
+
+    def state(self) -> None:
+        """See `Block`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undivided(KeepsNothing):
+    """The base of those of which every rank also has the whole."""
+
+    def divide(self, num_ranks: int) -> Self:  # noqa: ARG002
+        """See `Block`."""
+        return self
+
+    def find_split_obstacle(self, num_ranks: int) -> None:
+        """See `Block`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """A rotary table of the native code, and how many of a head's first elements it rotates."""
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from chairlift.device import compiled_on_gpu
-from chairlift.models.blocks.block import BlockModule, Cut, Edges, Packer, Part, Pass, Units, Weight
+from chairlift.models.blocks.block import BlockModule, Cut, Edges, KeepsNothing, Packer, Part, Pass, Units, Weight
 from chairlift.models.layers import Linear, RMSNorm, pad_rows, silu_mul
 
 
@@ -24,7 +24,7 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseMLPBlock:
+class DenseMLPBlock(KeepsNothing):
     """A `Block`: the MLP of one layer."""
 
     name: ClassVar[str] = "mlp"
@@ -75,12 +75,6 @@ class DenseMLPBlock:
     def find_split_obstacle(self, num_ranks: int) -> str | None:
         if self.intermediate_size % num_ranks:
             return f"the {self.intermediate_size} inner features of its MLPs cannot be divided by that"
-        return None
-
-    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
-
-    def state(self) -> None:
         return None
 
 
@@ -179,4 +173,4 @@ ACTIVATE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
-"""What an activation does to numbers of any shape."""
+"""Applies an activation to numbers of any shape."""

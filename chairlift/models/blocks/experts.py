@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.models import grouped_experts
-from chairlift.models.blocks.block import BlockModule, Packer, Part, Pass, Weight
+from chairlift.models.blocks.block import BlockModule, KeepsNothing, Packer, Part, Pass, Weight
 from chairlift.models.blocks.dense_mlp import Activation
 from chairlift.models.blocks.router import Router, Routes, Scoring
 from chairlift.models.layers import Linear, RMSNorm, pad_rows
@@ -32,7 +32,7 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsBlock:
+class ExpertsBlock(KeepsNothing):
     """A `Block`: the mixture of experts of one layer."""
 
     name: ClassVar[str] = "experts"
@@ -78,12 +78,6 @@ class ExpertsBlock:
 
     def find_split_obstacle(self, num_ranks: int) -> str:  # noqa: ARG002
         return "its experts are not divided among devices"
-
-    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
-
-    def state(self) -> None:
-        return None
 
 
 class StackedLinear(Linear):

@@ -6,12 +6,12 @@ all layers (`LayerInputs`), which a pass computes once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from chairlift.models.blocks.block import BlockModule, Packer, Pass, Weight
+from chairlift.models.blocks.block import BlockModule, Packer, Pass, Undivided, Weight
 from chairlift.models.blocks.dense_mlp import ACTIVATE, Activation
 from chairlift.models.layers import Linear, RMSNorm, RowTable
 
@@ -26,7 +26,7 @@ class LayerInputsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerLayerInputBlock:
+class PerLayerInputBlock(Undivided):
     """A `Block`: projection(activation(gate(x)) * input) of one layer, without a norm before it."""
 
     name: ClassVar[str] = "per_layer_input"
@@ -51,18 +51,6 @@ class PerLayerInputBlock:
 
     def weights(self) -> tuple[Weight, ...]:
         return Weight.whole("gate", "gate", "inp_gate"), Weight.whole("projection", "projection", "proj")
-
-    def divide(self, num_ranks: int) -> Self:  # noqa: ARG002
-        return self
-
-    def find_split_obstacle(self, num_ranks: int) -> None:  # noqa: ARG002
-        return None
-
-    def kept(self, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
-
-    def state(self) -> None:
-        return None
 
 
 class PerLayerInput(BlockModule):

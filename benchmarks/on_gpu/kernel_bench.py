@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 
 import torch
 from machine import format_table
+
+from chairlift.kernels.timing import measure
 
 _NUM_CALLS = 8  # in one graph, on other data each time, so that no cache has it
 _NUM_REPLAYS = 15
@@ -63,46 +64,7 @@ class Bench:
             start = perf_counter()
             work(0)
             return 1e6 * (perf_counter() - start)
-        graph = _record(work)
-        spans = [_Span.around(graph.replay) for _ in range(_NUM_REPLAYS)]
-        torch.cuda.synchronize(self.device)
-        return median(span.microseconds for span in spans) / _NUM_CALLS
-
-
-def _record(work: Work) -> torch.cuda.CUDAGraph:
-    """Some calls, after as many that are launched one by one: what a first call does cannot be recorded."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for index in range(_NUM_CALLS):
-            work(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(_NUM_CALLS):
-            work(index)
-    graph.replay()
-    return graph
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Two events on the device."""
-
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-    @classmethod
-    def around(cls, launch: Callable[[], object]) -> "_Span":
-        """The time that what it launches takes; known once the device has done it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        launch()
-        end.record()
-        return cls(begin, end)
-
-    @property
-    def microseconds(self) -> float:
-        return 1e3 * float(self.begin.elapsed_time(self.end))
+        return measure(lambda: [work(index) for index in range(_NUM_CALLS)], _NUM_REPLAYS) / _NUM_CALLS
 
 
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:

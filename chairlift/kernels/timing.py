@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-_NUM_REPLAYS = 7
 
-
-def measure(work: Callable[[], object]) -> float:
+def measure(work: Callable[[], object], num_replays: int = 7) -> float:
     """Returns the median microseconds of what `work` launches on the current device, recorded as a CUDA graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -23,7 +21,7 @@ def measure(work: Callable[[], object]) -> float:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     graph.replay()
-    spans = [_Span() for _ in range(_NUM_REPLAYS)]
+    spans = [_Span() for _ in range(num_replays)]
     for span in spans:
         span.begin.record()
         graph.replay()

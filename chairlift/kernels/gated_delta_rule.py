@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.ragged import LayerStates, RaggedRows, load_known, load_row, only_if, sigmoid, softplus
+from chairlift.kernels.ragged import LayerStates, RaggedRows, load_known, load_row, only_if, place_of, sigmoid, softplus
 
 _ELEMENTS = 1024  # of the matrix, that a warp has in registers: a single prompt needs many programs
 
@@ -104,7 +104,7 @@ def _load_token(
     DV: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Loads an input's query, key, value, gate and decay for one head."""
-    place = tl.where(index < num_replayed, replayed_at + index, new_at + index - num_replayed).to(tl.int64)
+    place = place_of(index, num_replayed, replayed_at, new_at)
     own = convolved + place * (2 * HK * DK + HV * DV)
     query = tl.load(own + keys, mask=is_key, other=0.0)
     key = tl.load(own + HK * DK + keys, mask=is_key, other=0.0)

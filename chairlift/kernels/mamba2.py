@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.ragged import LayerStates, RaggedRows, load_known, load_row, only_if, softplus
+from chairlift.kernels.ragged import LayerStates, RaggedRows, load_known, load_row, only_if, place_of, softplus
 
 _ELEMENTS = 1024  # of the matrix, that a warp has in registers: a single prompt needs many programs
 
@@ -32,7 +32,7 @@ class MambaHeads:
 
 @dataclass(frozen=True, slots=True)
 class MambaWeights:
-    """What heads do not compute, `[H]` each."""
+    """Holds what heads do not compute, `[H]` each."""
 
     a_log: torch.Tensor
     skips: torch.Tensor
@@ -106,7 +106,7 @@ def _load_token(
     NUM_SHARED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Loads an input's x, B, C and gate for one head."""
-    place = tl.where(index < num_replayed, replayed_at + index, new_at + index - num_replayed).to(tl.int64)
+    place = place_of(index, num_replayed, replayed_at, new_at)
     own = convolved + place * (NUM_FEATURES + 2 * NUM_SHARED)
     x = tl.load(own + features, mask=is_feature, other=0.0)
     entering = tl.load(own + NUM_FEATURES + shared, mask=is_shared, other=0.0)

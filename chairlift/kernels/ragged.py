@@ -78,6 +78,12 @@ def only_if(condition: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def place_of(source: tl.tensor, num_replayed: tl.tensor, replayed_at: tl.tensor, new_at: tl.tensor) -> tl.tensor:
+    """Locates a row's input among those of all rows, int64. Its replayed ones and its new ones are in two places."""
+    return tl.where(source < num_replayed, replayed_at + source, new_at + source - num_replayed).to(tl.int64)
+
+
+@triton.jit
 def load_known(
     source: tl.tensor,
     features: tl.tensor,

@@ -1,28 +1,18 @@
 """One model over several processes: each rank has a part of it, and computes the plans of rank 0.
 
-Rank 0 is the process that creates the engine; it starts the others, and it alone has a scheduler. It sends each plan to
-the others before it computes it, so that all compute the same plans in the same order, and during a step only hidden
-states and logits are exchanged (`models/parallel.py`). All ranks sample, because the next step may need tokens that are
-on the device only; what the host derives from tokens comes with the next plan.
+Rank 0 is the process that creates the engine; it starts the others (`follower`), and it alone has a scheduler. It sends
+each plan to the others before it computes it, so that all compute the same plans in the same order, and during a step
+only hidden states and logits are exchanged (`models/parallel.py`). All ranks sample, because the next step may need
+tokens that are on the device only; what the host derives from tokens comes with the next plan.
 
-A rank ends at once when its link to rank 0 closes. When a rank is lost, rank 0 ends the others, so that none waits for
-it, and serves no more requests.
+When a rank is lost, rank 0 ends the others, so that none waits for it, and serves no more requests.
 """
 
-import logging
-import os
-import pickle
-import select
 import shutil
-import signal
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -31,25 +21,22 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from chairlift.config import EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.engine.execution.runner import Launch
-from chairlift.engine.executor import Executor, open_model
 from chairlift.engine.forks import finalize
 from chairlift.engine.parts import StartProcess
-from chairlift.engine.plan_pickling import PlanReader, PlanWriter
-from chairlift.engine.rank_bytes import RankReplies, SpreadBytes, jobs_of_rank
-from chairlift.engine.rank_processes import Question, RankProcesses, Reply
+from chairlift.engine.plan_pickling import PlanWriter
+from chairlift.engine.rank_bytes import SpreadBytes, jobs_of_rank
+from chairlift.engine.rank_processes import RankProcesses
 from chairlift.engine.ranks import Computer, Ranks
-from chairlift.errors import ConfigurationError, EngineDead
+from chairlift.errors import EngineDead
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from chairlift.plan import Job, SlotLoad, SlotRange, StepPlan
 
-logger = logging.getLogger(__name__)
-
 _NOTICE_S = 2.0  # between an error and the notice that a lost rank was its cause
-_PROGRAM = "from chairlift.engine.parallel import follow; follow({fd})"
+_PROGRAM = "from chairlift.engine.follower import follow; follow({fd})"
 
 
-class _Divided(Ranks):
+class Divided(Ranks):
     """One of several ranks."""
 
     def __init__(self, rank: int, config: EngineConfig, folder: str) -> None:
@@ -67,49 +54,13 @@ class _Divided(Ranks):
         return CheckpointPart.of(checkpoint, group), machine
 
 
-class _Link(Connection):
-    """A rank's end of its link to rank 0. Several threads may send."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self._lock = threading.Lock()
-
-    def send(self, obj: object) -> None:
-        """Sends one message. OSError if rank 0 is gone."""
-        with self._lock:
-            super().send(obj)
-
-
-class Follower(_Divided):
-    """A rank other than 0. Its process ends when a plan fails, or when rank 0 ends."""
-
-    def __init__(self, link: _Link) -> None:
-        super().__init__(*link.recv())
-        self._link = link
-        self._reader = PlanReader()
-
-    def least(self, own: int) -> int:
-        self._link.send(own)
-        least: int = self._link.recv()
-        return least
-
-    def reply(self, reply: Reply) -> None:
-        """Sends a reply to rank 0. From any thread."""
-        self._link.send(reply)
-
-    def receive(self) -> StepPlan | Sequence[Job] | Question | None:
-        """Waits for the next plan, for copies and scrubs alone, or for a question. None: the end."""
-        message: bytes | Sequence[Job] | Question | None = pickle.loads(self._link.recv_bytes())
-        return self._reader.read(message) if isinstance(message, bytes) else message
-
-
 def _place(rank: int, config: EngineConfig, folder: str) -> tuple[int, EngineConfig, str]:
-    """Returns what `_Divided` is made of on another rank."""
+    """Returns what `Divided` is made of on another rank."""
     device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
     return rank, config.model_copy(update={"device": device}), folder
 
 
-class Leader(_Divided):
+class Leader(Divided):
     """Rank 0. The others start when it is created, and end with it."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, start: StartProcess) -> None:
@@ -192,48 +143,3 @@ class _Led:
     def record_missing(self) -> bool:
         """One of the ranks might lack memory for a graph, and the others would wait for it."""
         return False
-
-
-def follow(fd: int) -> None:
-    """The program of a rank other than 0; `fd` is its end of the link to rank 0. Ends the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these
-        signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("chairlift").setLevel(logging.ERROR)  # rank 0 logs the rest as well
-    threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
-    link, code = _Link(fd), 0
-    try:
-        _obey(Follower(link))
-    except BaseException as error:
-        code = 1
-        if not isinstance(error, ConfigurationError):
-            logger.critical("a rank failed", exc_info=error)
-        with suppress(OSError):
-            link.send(f"{type(error).__name__}: {error}")
-    finally:
-        os._exit(code)  # without waiting for other threads
-
-
-def _obey(ranks: Follower) -> None:
-    executor = Executor(open_model(ranks.config), ranks)
-    ranks.meet()  # the engine is ready
-    launches: deque[Launch] = deque()
-    replies = RankReplies(ranks.reply)
-    while (message := ranks.receive()) is not None:
-        if isinstance(message, Question):
-            assert isinstance(message.content, SlotRange), "rank 0 asks for nothing else"
-            replies.put(message.number, executor.runner.copy_out(message.content))
-            continue
-        if not isinstance(message, StepPlan):
-            executor.runner.perform(message)
-            continue
-        launches.append(executor.runner.launch(message))
-        if len(launches) > executor.pacing.num_launches_ahead:
-            launches.popleft().arrival.wait()  # raises the device's error, if there is one
-
-
-def _end_with_link(fd: int) -> None:
-    """In a thread: ends this process when rank 0 is gone, even if its device waits for rank 0 for ever."""
-    poll = select.poll()
-    poll.register(fd, 0)  # a closed other end is reported in any case
-    poll.poll()
-    os._exit(1)

@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.cache.layout import StateParams
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
-from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
+from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve, resolve_divided
 from chairlift.errors import ConfigurationError
 from chairlift.models.blocks import AttentionBlock, DenseMLPBlock
 from chairlift.models.config import ModelShape
@@ -440,3 +440,19 @@ def test_a_length_whose_tables_have_no_room_is_refused() -> None:
         "there is no room for the rotary tables of 30000 positions: they take 14.65 MiB, and 13.00 MiB are free beside"
         " the weights; lower max_seq_len"
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "resolved"), [("auto", 2, "cuda:0"), ("auto", 0, "cpu"), ("cpu", 2, "cpu")]
+)
+def test_the_first_rank_has_the_first_device(device: str, num_gpus: int, resolved: str) -> None:
+    config = EngineConfig(device=device, tensor_parallel_size=2)
+    assert resolve_divided(config, None, num_gpus).device == resolved
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_ranks_than_gpus_are_refused(device: str) -> None:
+    config = EngineConfig(device=device, tensor_parallel_size=2)
+    message = "tensor_parallel_size 2 is more than the 1 CUDA devices here; lower it"
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_divided(config, None, num_gpus=1)

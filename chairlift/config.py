@@ -65,7 +65,7 @@ class Quantization(StrEnum):
 
     @property
     def num_bytes(self) -> float:
-        """Bytes per weight, with its share of its group's scale and offset. (With int4, the head is int8.)"""
+        """Bytes per weight, with its share of its group's scale and offset. With int4, the head and more are int8."""
         return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
 
 
@@ -131,7 +131,7 @@ class EngineConfig(BaseModel):
     quantization: Quantization | None = Field(
         None,
         description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits (the"
-        " head's in 8), fewer bytes to read at some loss of quality; cpu backend only",
+        " head's and the most sensitive in 8), fewer bytes to read at some loss of quality; cpu backend only",
     )
     batch_invariant: bool = Field(
         False,

@@ -111,7 +111,7 @@ class GatedMLP(BlockModule):
     def pack(self, packer: Packer) -> dict[str, object]:
         return {
             "up": packer.matrix(self.gate_up_proj, partial(interleave, lanes=packer.lanes)),
-            "down": packer.matrix(self.down_proj),
+            "down": packer.matrix(self.down_proj, is_sensitive=True),
             "intermediate": self.block.intermediate_size,
             "is_gated": True,
             "is_gelu": self.block.activation is Activation.GELU_TANH,
@@ -146,7 +146,7 @@ class PlainMLP(BlockModule):
     def pack(self, packer: Packer) -> dict[str, object]:
         return {
             "up": packer.matrix(self.up_proj),
-            "down": packer.matrix(self.down_proj),
+            "down": packer.matrix(self.down_proj, is_sensitive=True),
             "intermediate": self.block.intermediate_size,
             "is_gated": False,
             "gate_scale": 1.0,

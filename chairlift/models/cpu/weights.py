@@ -43,15 +43,14 @@ class NativeWeights:
     ) -> None:
         """`calibration_ids`: see `CpuDecoder`."""
         self._quantization = quantization
-        self._calibration: Calibration | None = None
+        self._is_sensitive_layer = False  # the layer that is being packed
         self._kept: list[object] = []
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
         config, self._dtype = model.config, model.dtype
         self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
-        if calibration_ids is not None:
-            self._calibration = _begin_calibration(model, calibration_ids)
-        head = self._matrix(model.lm_head, is_head=True)
+        self._calibration = None if calibration_ids is None else _begin_calibration(model, calibration_ids)
+        head = self._matrix(model.lm_head, has_8_bits=True)
         embedding, groups = None, Matrix()
         if not config.is_tied:
             rows = model.model.embed_tokens.let_go()
@@ -66,7 +65,8 @@ class NativeWeights:
             for key, table in model.ropes.items()
         }
         layers = []
-        for layer in model.layers:
+        for index, layer in enumerate(model.layers):
+            self._is_sensitive_layer = is_sensitive_layer(index, config.num_layers)
             if self._calibration is not None:
                 self._calibration.observe(layer)
             layers.append([self._sublayer(each) for each in layer.pack(self)])
@@ -101,12 +101,19 @@ class NativeWeights:
         *,
         is_exact: bool = False,
         is_plain: bool = False,
+        is_sensitive: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
         """See `Packer`."""
         return self._matrix(
-            linear, arrange, is_exact=is_exact, is_plain=is_plain, num_exact=num_exact, input_scale=input_scale
+            linear,
+            arrange,
+            is_exact=is_exact,
+            is_plain=is_plain,
+            has_8_bits=is_sensitive and self._is_sensitive_layer,
+            num_exact=num_exact,
+            input_scale=input_scale,
         )
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
@@ -182,9 +189,9 @@ class NativeWeights:
         linear: Linear,
         arrange: Arrange = _as_they_are,
         *,
-        is_head: bool = False,
         is_exact: bool = False,
         is_plain: bool = False,
+        has_8_bits: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
@@ -198,7 +205,7 @@ class NativeWeights:
         if isinstance(weight, GroupedWeight):
             weight = weight.map_rows(arrange)  # frees the rows in their first order
             return self._place(pack_grouped(weight, bias))
-        is_narrow = self._quantization is Quantization.INT4 and not is_head
+        is_narrow = self._quantization is Quantization.INT4 and not has_8_bits
         if num_exact:
             weight, arrange = arrange(weight), _as_they_are
         importance = None if self._calibration is None else self._calibration.importance(linear)
@@ -232,6 +239,15 @@ class NativeWeights:
             self._kept.append(tensor)
             self.num_bytes += tensor.nbytes
         return structures.address_of(tensor)
+
+
+def is_sensitive_layer(index: int, num_layers: int) -> bool:
+    """Returns true for the first and last eighth of the layers and every third between them.
+
+    These are the layers whose sensitive matrices have more bits in llama.cpp's mixed formats.
+    """
+    eighth = num_layers // 8
+    return index < eighth or index >= num_layers - eighth or (index - eighth) % 3 == 2
 
 
 def _begin_calibration(model: Decoder, token_ids: torch.Tensor) -> Calibration:

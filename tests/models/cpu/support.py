@@ -32,6 +32,7 @@ from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
+from chairlift.models.cpu.weights import is_sensitive_layer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
@@ -368,7 +369,8 @@ def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
                 weight = quantize(child.weight, num_bits).dequantize()
                 setattr(parent, name, GroupedExperts(weight, child.bias, child.num_experts))
             elif isinstance(child, Linear) and name != "router" and not isinstance(parent, AltUp):
-                weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
+                has_8_bits = name == "lm_head" or (name == "down_proj" and is_in_sensitive_layer(model, parent))
+                weight = quantize(child.weight, 8 if has_8_bits else num_bits).dequantize()
                 if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
                     first = len(weight) - parent.num_kv_heads * parent.head_dim
                     lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
@@ -377,6 +379,12 @@ def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
     if model.config.is_tied:
         model.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
     return model
+
+
+def is_in_sensitive_layer(model: Decoder, mlp: nn.Module) -> bool:
+    """Tells if the MLP is in a layer whose sensitive matrices have 8 bits with int4."""
+    layer = next(index for index, layer in enumerate(model.layers) if mlp in list(layer.modules()))
+    return is_sensitive_layer(layer, len(model.layers))
 
 
 @contextmanager

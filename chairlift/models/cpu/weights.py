@@ -252,8 +252,10 @@ def is_sensitive_layer(index: int, num_layers: int) -> bool:
 
 def _begin_calibration(model: Decoder, token_ids: torch.Tensor) -> Calibration:
     """Embeds the tokens. What is read for that, such as a tied head, is still to be packed afterwards."""
-    if (made := model.model.layer_inputs) is not None:
-        made.projection.read()
+    for around in (model.model.layer_inputs, model.model.streams):
+        for each in () if around is None else around.modules():
+            if isinstance(each, Linear):
+                each.read()
     if not model.config.is_tied:
         return Calibration(model, token_ids)
     model.lm_head.read()

@@ -7,7 +7,7 @@ import pytest
 
 from chairlift.api.replies.reply import Reply
 from chairlift.params import FinishReason
-from tests.api.conftest import Server
+from tests.api.conftest import Server, serving
 from tests.api.contract import CHAT, COMPLETIONS, MESSAGES, RESPONSES, user
 from tests.api.fault_support import connect, post
 
@@ -77,11 +77,10 @@ async def test_errors_tell_of_them_as_well(server: Server) -> None:
         (b"Expect: \xff", "417", "Expect: \ufffd is not supported"),
     ],
 )
-async def test_a_header_that_is_no_text_is_told_as_far_as_it_is(
-    server: Server, header: bytes, status: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server.api.cors, "is_strict", True)
-    told, reply = await send(server, CHAT, b"{}", header)
+async def test_a_header_that_is_no_text_is_told_as_far_as_it_is(header: bytes, status: str, words: str) -> None:
+    async with serving() as server:
+        server.api.cors.is_strict = True  # as where nobody needs a key
+        told, reply = await send(server, CHAT, b"{}", header)
     assert told == status
     assert words in reply["error"]["message"]
 

@@ -18,13 +18,14 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.parts import Pacing
-from chairlift.engine.sampling import pending_masks
+from chairlift.engine.sampling.compiled_grammar import GrammarLimits, Patience
+from chairlift.engine.text.grammar import CompilerLimits
 from chairlift.params import RepetitionDetection, StructuredOutputs
 from chairlift.plan import RowResult, StepPlan
 from chairlift.scheduler import Request
 from tests.engine.support import ENGINE, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm
 from tests.engine.test_poison import greedy
-from tests.support.engines import ahead, hooked, make_core
+from tests.support.engines import ahead, grammars_limited, hooked, make_core
 
 AGAIN = RepetitionDetection(max_pattern_size=3, min_count=2)
 CASES: dict[str, dict[str, Any]] = {
@@ -88,9 +89,7 @@ def test_the_next_launch_begins_before_the_tokens_of_the_one_before_are_taken(ti
     assert order == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
 
 
-def test_a_row_under_a_grammar_is_in_every_launch_beside_others(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for bound in ("_MIN_PATIENCE_S", "_MAX_PATIENCE_S"):
-        monkeypatch.setattr(pending_masks, bound, 60.0)
+def test_a_row_under_a_grammar_is_in_every_launch_beside_others(tiny: str) -> None:
     num_rows: list[int] = []
 
     def note(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
@@ -98,7 +97,9 @@ def test_a_row_under_a_grammar_is_in_every_launch_beside_others(tiny: str, monke
         return launch(plan)
 
     structured = greedy(structured_outputs=StructuredOutputs(regex="[a-z]{99}"), max_tokens=20)
-    with make_llm(tiny, ahead(1)) as llm, hooked(llm, note):
+    in_use, patience = GrammarLimits(slow_s=1e9), Patience(min_s=60.0, max_s=60.0)  # however busy the machine is
+    limits = CompilerLimits(in_use=in_use, patience=patience)
+    with make_llm(tiny, ahead(1)) as llm, grammars_limited(llm, limits), hooked(llm, note):
         outputs = llm.generate(["hi", "so"], [greedy(max_tokens=20, ignore_eos=True), structured])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [20, 20]
     assert num_rows == [2] * 20

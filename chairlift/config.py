@@ -65,8 +65,11 @@ class Quantization(StrEnum):
 
     @property
     def num_bytes(self) -> float:
-        """Bytes per weight, with its share of its group's scale and offset. With int4, the head and more are int8."""
-        return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
+        """Bytes per weight, with its share of its group's scale and offset.
+
+        With int4 it is about a mean: most weights have 4 bits and their share, the head and some matrices 8.
+        """
+        return 8.5 / 8 if self is Quantization.INT8 else 5.5 / 8
 
 
 class SpeculationMethod(StrEnum):

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Packs the weights of its products where that pays; a packed model still runs, but cannot be changed."""
-        if can_pack(self.model.embed_tokens.weight):
+        if can_pack(self.model.norm.weight):
             for module in self.modules():
                 if isinstance(module, Linear):
                     module.pack()
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
 
     def enter(self, input_ids: torch.Tensor, now: Pass) -> tuple[Residual, Pass]:
         """Embeds the tokens, int64 `[T]`; returns the pass with what each layer gets of them."""
-        x = self.model.embed_tokens(input_ids)
+        x = self.model.embed_tokens.look_up(input_ids, self.dtype)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if self.model.layer_inputs is not None:

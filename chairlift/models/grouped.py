@@ -83,7 +83,7 @@ class GroupedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[out, in]`: computed in float32, then rounded once."""
         plain = self.without_steps()
-        grouped = self._integers().view(self.num_outputs, -1, self.group_size)
+        grouped = self._integers().view(*plain.scales.shape, self.group_size)
         exact = grouped * plain.scales.float()[..., None]
         if plain.offsets is not None:
             exact += plain.offsets.float()[..., None]

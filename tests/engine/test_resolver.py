@@ -156,7 +156,7 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     # 1 GiB free, 0.25 Gi weights: 0.5 GiB in bfloat16, 0.27 in int8 (8.5 bits each), 0.14 in int4 (4.5 bits)
     "not quantized": (TINY_CPU, {"max_seq_len": 64}, {"cache_tokens": 6528}),
     "int8": (TINY_CPU, {"max_seq_len": 64, "quantization": "int8"}, {"cache_tokens": 9600}),
-    "int4": (TINY_CPU, {"max_seq_len": 64, "quantization": "int4"}, {"cache_tokens": 11264}),
+    "int4": (TINY_CPU, {"max_seq_len": 64, "quantization": "int4"}, {"cache_tokens": 10816}),
     # The cache takes its share of what is free beside the weights.
     "its share": (SMALL_CPU, {}, cache(1.5, 0.8)),
     "half of it": (SMALL_CPU, {"memory_fraction": 0.5}, cache(1.5, 0.5)),
@@ -395,10 +395,10 @@ def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
     ("free", "asked", "said"),
     [
         (GIB // 4, {"dtype": "bfloat16"}, "512.00 MiB as bfloat16, and 256.00 MiB are free; with quantization they"),
-        (GIB // 4, {"dtype": "bfloat16"}, "need less (int8 272.00 MiB and int4 144.00 MiB), or choose a smaller model"),
+        (GIB // 4, {"dtype": "bfloat16"}, "need less (int8 272.00 MiB and int4 176.00 MiB), or choose a smaller model"),
         (GIB // 4, {"quantization": "int8"}, "272.00 MiB as int8, and 256.00 MiB are free; with quantization they"),
-        (GIB // 4, {"quantization": "int8"}, "need less (int4 144.00 MiB), or choose a smaller model"),
-        (GIB // 8, {"quantization": "int4"}, f"144.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
+        (GIB // 4, {"quantization": "int8"}, "need less (int4 176.00 MiB), or choose a smaller model"),
+        (GIB // 8, {"quantization": "int4"}, f"176.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
         (99, {"grouped": GroupedSize(2**28, 2**28)}, f"256.00 MiB as bfloat16, and 99 bytes are free; {SMALLER}"),
     ],
 )

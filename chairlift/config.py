@@ -63,13 +63,15 @@ class Quantization(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
 
-    @property
-    def num_bytes(self) -> float:
+    def bytes_per_weight(self, *, has_experts: bool) -> float:
         """Bytes per weight, with its share of its group's scale and offset.
 
-        With int4 it is about a mean: most weights have 4 bits and their share, the head and some matrices 8.
+        With int4 it is about a mean: most weights have 4 bits and their share, experts all of them, and the head and
+        some matrices have 8.
         """
-        return 8.5 / 8 if self is Quantization.INT8 else 5.5 / 8
+        if self is Quantization.INT8:
+            return 8.5 / 8
+        return 4.75 / 8 if has_experts else 5.5 / 8
 
 
 class SpeculationMethod(StrEnum):
@@ -133,8 +135,8 @@ class EngineConfig(BaseModel):
     )
     quantization: Quantization | None = Field(
         None,
-        description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits (the"
-        " head's and the most sensitive in 8), fewer bytes to read at some loss of quality; cpu backend only",
+        description="int8: weights in 8 bits, and products too but on AMX, faster and nearly as exact; int4: weights in"
+        " 4 bits (the head's and the most sensitive in 8), fewer bytes to read at some loss of quality; cpu only",
     )
     batch_invariant: bool = Field(
         False,

@@ -82,7 +82,6 @@ class AsyncLLM(AsyncPrompts):
         self._mailboxes: dict[str, Mailbox] = {}  # by the generation's id; those that run together share one
         self._answers: set[asyncio.Future[Any]] = set()  # pending results of `_call`
         self._watch: asyncio.Task[None] | None = None
-        self._rest_until = 0.0  # by the loop's clock, before which no news are taken
         self._is_closed = False
         self.death: BaseException | None = None
         self.died = asyncio.Event()
@@ -113,8 +112,10 @@ class AsyncLLM(AsyncPrompts):
         which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
         """
         self._home.check()
-        asked = None if params is None else params.structured_outputs
-        compiled = None if asked is None else await compile_grammar(self.inputs.grammars, asked, text_options.thinking)
+        outputs = None if params is None else params.structured_outputs
+        compiled = (
+            None if outputs is None else await compile_grammar(self.inputs.grammars, outputs, text_options.thinking)
+        )
         chosen_id = request_id or uuid4().hex
         return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)
 
@@ -258,23 +259,21 @@ class AsyncLLM(AsyncPrompts):
         self._die(await self._engine.until_dead())
 
     def _take(self) -> None:
-        """On the event loop: hands each reader its news, or later, if the last ones have just been handed out."""
-        loop = asyncio.get_running_loop()
-        if (rest := self._rest_until - loop.time()) > 0:
-            loop.call_later(rest, self._take)
-            return
+        """On the event loop: hands each reader its news."""
         begin = time.thread_time()
         try:
-            if update := self._engine.take():
-                self._distribute(update)
+            if not (update := self._engine.take()):
+                return
+            self._distribute(update)
         except Exception as error:  # on the text side: readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)
             self._die(error)
-        loop.call_soon(self._delay_next, begin)  # after the readers, which run next
+        asyncio.get_running_loop().call_soon(self._delay_next, begin)  # after the readers, which run next
 
     def _delay_next(self, begin: float) -> None:
         """Delays the next news by the time that these took: under load, several steps at once cost less."""
-        self._rest_until = asyncio.get_running_loop().time() + min(time.thread_time() - begin, _MAX_DELAY_S)
+        took = time.thread_time() - begin
+        asyncio.get_running_loop().call_later(min(took, _MAX_DELAY_S), self._take)
 
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)

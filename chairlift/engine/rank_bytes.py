@@ -56,7 +56,7 @@ class RankReplies:
             content: bytes | None = None
             try:
                 content = b"".join(coming.wait())
-            except RuntimeError as error:  # the device's; if it is ill, the next step says so as well
+            except Exception as error:  # the device's, say: without a reply rank 0 would wait for ever
                 logger.error("a rank could not copy its part of a prompt", exc_info=error)
             self._send(Reply(number, content))
 

@@ -19,7 +19,7 @@ class BytesToCome(Protocol):
     """Bytes on their way to the host."""
 
     def wait(self) -> Sequence[Bytes]:
-        """Returns them once they are here. From any thread. OSError if they will not come."""
+        """Returns them once they are here. From any thread. OSError, or the device's RuntimeError, if they will not."""
         ...
 
 

@@ -108,7 +108,7 @@ class Engine(Protocol):
         ...
 
     def take(self) -> Update:
-        """All news since the last call. The reader is woken by the next ones."""
+        """All news since the last call. If there are none, the reader is woken by the next ones."""
         ...
 
     def read_stats(self) -> EngineStats:
@@ -132,7 +132,7 @@ class Subscription:
         self._wake = wake
         self._lock = threading.Lock()  # for the next two
         self._untaken = Update()
-        self._is_told = False  # the reader was woken, and has not taken the news yet
+        self._is_told = False  # the reader was woken, or will take news again anyway
         self.num_open = 0  # sequences that have not ended; this and the next are the engine thread's
         self.paused: set[str] = set()  # those of them that are paused
 
@@ -148,7 +148,7 @@ class Subscription:
         """See `Engine`."""
         with self._lock:
             update, self._untaken = self._untaken, Update()
-            self._is_told = False
+            self._is_told = bool(update)
         if update.num_parts >= MAX_STEPS_AHEAD:
             self.send(Taken())
         return update

@@ -126,10 +126,8 @@ def _read_layer_attention(config: Any, layer: int, kind: str, rope: Any, source:
     if head_dim > MAX_HEAD_DIM:
         raise CheckpointError(f"heads of layer {layer} have {head_dim} elements, and {MAX_HEAD_DIM} are the most")
     check_heads(config.num_attention_heads, num_kv_heads)
-    has_own_keys, rotation = (
-        source is None,
-        read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=False),
-    )
+    has_own_keys = source is None
+    rotation = read_rope(rope, config.max_position_embeddings, head_dim, is_partly_rotated=False)
     are_keys_values = has_own_keys and not is_windowed and getattr(config, "attention_k_eq_v", False)
     is_shared = are_keys_values and not config.num_kv_shared_layers  # readers would need the factors of its norm
     return AttentionBlock(

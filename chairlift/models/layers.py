@@ -115,17 +115,13 @@ class Linear(nn.Linear):
         return product
 
 
-class Embedding(nn.Embedding):
-    """Looks up the rows of tokens."""
-
-    def reset_parameters(self) -> None:
-        """See `Linear`."""
-
-
-class RowTable(Embedding):
+class RowTable(nn.Embedding):
     """Looks up rows. Those in groups of small integers stay so, and become numbers when they are looked up."""
 
     _grouped: GroupedWeight | None = None
+
+    def reset_parameters(self) -> None:
+        """See `Linear`."""
 
     def load_weight(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces `weight` with one in groups."""

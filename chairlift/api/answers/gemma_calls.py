@@ -23,6 +23,7 @@ SAMPLE_CALL = "f", '{"a": "b"}'
 
 _CHARACTER = r"[^\x01\x02]"  # of a text: with the others a call is not read
 _END_OF_TEXT = lark_pattern(re.escape(QUOTE))
+_BARE_NAME = "[A-Za-z_][A-Za-z0-9_-]*"
 _BARE_KEY = re.compile(r"[^\W\d][\w-]*")
 _SEPARATORS = {"item_separator": ",", "key_separator": ":"}
 _DEFINITIONS, _REFERENCES = ("$defs", "definitions"), ("#/$defs/", "#/definitions/")
@@ -94,7 +95,7 @@ class _Writing:
         return [
             f"any_value: {self.text()} | any_object | any_list | any_plain",
             'any_object: "{" (any_member ("," any_member)*)? "}"',
-            'any_member: /[A-Za-z_][A-Za-z0-9_-]*/ ":" any_value',
+            f'any_member: /{_BARE_NAME}/ ":" any_value',
             'any_list: "[" (any_value ("," any_value)*)? "]"',
             f"any_plain: {plain}",
             f"ANY_TEXT: /{_CHARACTER}+/" if QUOTE in self._tokens else f"any_text[lazy]: /{_CHARACTER}*{_END_OF_TEXT}/",
@@ -169,12 +170,20 @@ class _Values:
         if others and not properties:
             return "any_object"
         members = [(f"{_key(name)} {self._of(each)}", name in required) for name, each in properties.items()]
-        return f'"{{" {self._in_order(members, is_open=others)} "}}"'
+        return f'"{{" {self._in_order(members, self._other(properties) if others else None)} "}}"'
 
-    def _in_order(self, members: Sequence[tuple[str, bool]], *, is_open: bool) -> str:
-        """Members, each with whether it must be there, with commas between those that are. `is_open`: others follow."""
-        rest = self._add('("," any_member)*' if is_open else '""')  # what follows a member
-        first = self._add('(any_member ("," any_member)*)?' if is_open else '""')
+    def _other(self, properties: Iterable[str]) -> str:
+        """A member with another name: one of these would escape its own schema."""
+        declared = [name for name in properties if _BARE_KEY.fullmatch(name)]
+        name = self._next_name()
+        excluded = f" & ~/{'|'.join(map(lark_pattern, map(re.escape, declared)))}/" if declared else ""
+        self.lines.append(f"{name.upper()}: /{_BARE_NAME}/{excluded}")
+        return self._add(f'{name.upper()} ":" any_value')
+
+    def _in_order(self, members: Sequence[tuple[str, bool]], other: str | None) -> str:
+        """Members, each with whether it must be there, with commas between those that are. `other`: may follow them."""
+        rest = self._add(f'("," {other})*' if other else '""')  # what follows a member
+        first = self._add(f'({other} ("," {other})*)?' if other else '""')
         for member, is_required in reversed(members):
             own = self._add(member)
             first = self._add(f"{own} {rest}" if is_required else f"{own} {rest} | {first}")

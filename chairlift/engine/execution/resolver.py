@@ -77,10 +77,13 @@ def resolve(
     has_own_kernels = machine.has_own_kernels and config.tensor_parallel_size == 1
     is_native = backend.name is AttentionBackend.CPU
     keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
-    weight_bytes = _weigh(num_parameters, config.quantization or dtype, grouped if keeps_groups else None, is_native)
+    stored, has_experts = config.quantization or dtype, bool(model.num_experts)
+    weight_bytes = _weigh(
+        num_parameters, _bytes_per_weight(stored, has_experts), grouped if keeps_groups else None, is_native
+    )
     if weight_bytes >= machine.free_bytes:
-        advice = _smaller_weights(config, num_parameters, is_native and grouped is None)
-        raise _no_room_for_weights(weight_bytes, config.quantization or dtype, machine, advice)
+        advice = _smaller_weights(config, num_parameters, has_experts, is_native and grouped is None)
+        raise _no_room_for_weights(weight_bytes, stored, machine, advice)
     decided = {
         "device": machine.device,
         "dtype": dtype,
@@ -115,12 +118,16 @@ def _refuse_contradictions(config: EngineConfig, machine: MachineFacts, grouped:
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
 
 
-def _weigh(num_parameters: int, format: DType | Quantization, kept: GroupedSize | None, is_native: bool) -> int:
+def _bytes_per_weight(format: DType | Quantization, has_experts: bool) -> float:
+    return format.num_bytes if isinstance(format, DType) else format.bytes_per_weight(has_experts=has_experts)
+
+
+def _weigh(num_parameters: int, bytes_per_weight: float, kept: GroupedSize | None, is_native: bool) -> int:
     """Bytes of the weights; beside those kept in groups also of the workspace in which torch makes numbers of them."""
     if kept is None:
-        return int(num_parameters * format.num_bytes)
+        return int(num_parameters * bytes_per_weight)
     num_plain = num_parameters - kept.num_parameters + (0 if is_native else kept.num_dequantized)
-    return int(num_plain * format.num_bytes) + kept.num_bytes
+    return int(num_plain * bytes_per_weight) + kept.num_bytes
 
 
 def _no_room_for_weights(
@@ -132,14 +139,15 @@ def _no_room_for_weights(
     )
 
 
-def _smaller_weights(config: EngineConfig, num_parameters: int, can_quantize: bool) -> str:
+def _smaller_weights(config: EngineConfig, num_parameters: int, has_experts: bool, can_quantize: bool) -> str:
     """Advice where they do not fit."""
-    least = DType.BFLOAT16.num_bytes if config.quantization is None else config.quantization.num_bytes
-    formats = [each for each in Quantization if each.num_bytes < least]
+    sizes = {each: _bytes_per_weight(each, has_experts) for each in Quantization}
+    least = _bytes_per_weight(config.quantization or DType.BFLOAT16, has_experts)
+    formats = [each for each, size in sizes.items() if size < least]
     if not can_quantize or not formats:
         return "choose a smaller model, or one that is quantized"
-    sizes = " and ".join(f"{each} {sized(num_parameters * each.num_bytes)}" for each in formats)
-    return f"with quantization they would need less ({sizes}), or choose a smaller model"
+    needs = " and ".join(f"{each} {sized(num_parameters * sizes[each])}" for each in formats)
+    return f"with quantization they would need less ({needs}), or choose a smaller model"
 
 
 def _fit_tables(

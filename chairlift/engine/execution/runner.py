@@ -251,7 +251,8 @@ class ModelRunner:
             assert self._graphs is not None, "it was prepared for them"
             return Sampled(self._graphs.sample(logits, slots, sampling), None)
         if sampling.masks is not None and sampling.masks.pending:
-            for launch in self._masked:
+            before, self._masked = self._masked, []
+            for launch in before:
                 launch.wait()
         sampled = self._sampler.sample(logits, sampling, step)
         self._last_tokens.note(slots, sampled.tokens)

@@ -66,7 +66,7 @@ class RemoteEngine(ProcessConnection):
 
     def take(self) -> Update:
         packed, self._packed = self._packed, None
-        self._is_told = False
+        self._is_told = packed is not None
         if packed is None:
             return Update()
         self.post(Taken())

@@ -178,13 +178,13 @@ class Sampler:
 
     def _token_sets(self, sets: Mapping[int, torch.Tensor | None], logits: torch.Tensor) -> TokenSets | None:
         """`sets`: int32 `[words]` by row, all of one size. None: no row has one."""
-        words = [each for each in sets.values() if each is not None]
+        words = {row: each for row, each in sets.items() if each is not None}
         if not words:
             return None
         index = [NOTHING] * len(logits)
-        for place, row in enumerate(sets):
+        for place, row in enumerate(words):
             index[row] = place
-        stacked = torch.stack(words)
+        stacked = torch.stack(list(words.values()))
         if stacked.device.type == "cpu":
             stacked = send(stacked, self._device)
         return TokenSets(stacked, to_device(index, torch.int32, self._device))

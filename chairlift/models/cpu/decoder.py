@@ -76,9 +76,9 @@ class CpuDecoder:
     """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in the batch.
 
     Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice, or
-    one layer if there are `calibration_ids`. Matrices in groups of integers are multiplied as they are, and others in
-    the model's number format unless they are to be quantized. Its layers can be run some at a time
-    (`forward.LayeredForward`). ValueError for heads that the kernels do not take, and blocks that they lack.
+    one layer if there are `calibration_ids`. Matrices in groups of integers are multiplied as they are, but as bfloat16
+    on AMX, and others in the model's number format unless they are to be quantized. Its layers can be run some at a
+    time (`forward.LayeredForward`). ValueError for heads that the kernels do not take, and blocks that they lack.
 
     `calibration_ids`, int64 `[sequences, tokens]`: they are run to find out which inputs matter, so the model has
     rotary tables for as many positions; None: all inputs of a product are alike.

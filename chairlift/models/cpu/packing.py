@@ -9,8 +9,8 @@ Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits wi
 offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
-first in both halves (`blocks/attention.py`), and the angle of the others is 0. If a half is no multiple of 16, the last
-eight elements of both stand behind all others.
+first in both halves (`blocks/head_orders.py`), and the angle of the others is 0. If a half is no multiple of 16, the
+last eight elements of both stand behind all others.
 """
 
 from dataclasses import dataclass

@@ -247,7 +247,7 @@ def is_sensitive_layer(index: int, num_layers: int) -> bool:
     These are the layers whose sensitive matrices have more bits in llama.cpp's mixed formats.
     """
     eighth = num_layers // 8
-    return index < eighth or index >= num_layers - eighth or (index - eighth) % 3 == 2
+    return index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2
 
 
 def _begin_calibration(model: Decoder, token_ids: torch.Tensor) -> Calibration:

@@ -8,7 +8,7 @@ from chairlift.models.cpu.weights import is_sensitive_layer
 @pytest.mark.parametrize(
     ("num_layers", "sensitive"),
     [
-        (2, []),
+        (2, [1]),
         (6, [2, 5]),
         (16, [0, 1, 4, 7, 10, 13, 14, 15]),
         (30, [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]),

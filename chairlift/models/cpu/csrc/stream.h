@@ -1,7 +1,7 @@
 // The residual stream of a pass: what blocks read of it, and what they add to it.
 //
 // The stream is float32. Products multiply the model's number format T, or 8-bit integers in groups if W is Group and
-// the matrix is not plain (plain ones are of the format T). All threads of a Team run every function that takes one.
+// the matrix is not plain (plain ones are of the format T), but bfloat16 where AMX multiplies groups. All threads of a Team run every function that takes one.
 #pragma once
 
 #include "linear.h"

@@ -192,7 +192,7 @@ class Replica:
         gauges: dict[str, Gauge] = {}
         try:
             while True:
-                families = (await self._api.service.take_metrics()).collect()
+                families = (await self._api.service.read_metrics()).collect()
                 for family in (each for each in families if ":" not in each.name):  # Ray warns of vLLM's names
                     for sample in family.samples:
                         if sample.name not in gauges:

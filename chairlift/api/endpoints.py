@@ -64,7 +64,7 @@ async def _health(service: Service, _: web.Request) -> web.Response:
 
 
 async def _metrics(service: Service, request: web.Request) -> web.Response:
-    metrics = await service.take_metrics()
+    metrics = await service.read_metrics()
     async with service.turn:
         body, content_type = metrics.render(request.headers.get("Accept", ""), service.engine_pid)
     return web.Response(body=body, headers={"Content-Type": content_type})

@@ -2,7 +2,7 @@
 server-sent events.
 
 An event is a `chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers share
-one snapshot, which is taken only while someone watches, and serialized once. A watcher has no queue: when it has
+one snapshot, which is read only while someone watches, and serialized once. A watcher has no queue: when it has
 written one snapshot it takes the newest, so a slow watcher misses some and costs nothing else. Nothing is sent while
 nothing changes. A stream ends when the engine is gone; the next request gets the reason.
 """
@@ -83,7 +83,7 @@ class SnapshotFeed:
         self._max_watchers = max_watchers
         self._interval_s = interval_s
         self._look: asyncio.Task[str] | None = None  # the newest one, which all watchers wait for
-        self._due = 0.0  # when the next one may be taken, in the loop's time
+        self._due = 0.0  # when the next one may be read, in the loop's time
         self._snapshot: Snapshot | None = None
         self._event: str | None = None  # that snapshot, serialized
         self.num_watchers = 0
@@ -117,15 +117,15 @@ class SnapshotFeed:
 
     async def _next_look(self) -> str:
         if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._take_look(), name="chairlift-watch")
+            self._look = asyncio.create_task(self._read_look(), name="chairlift-watch")
             self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # watchers may have left
         return await asyncio.shield(self._look)
 
-    async def _take_look(self) -> str:
+    async def _read_look(self) -> str:
         """The newest snapshot as an event; the same object as long as nothing changes."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._due - loop.time())
-        snapshot = await self._source.take_snapshot()
+        snapshot = await self._source.read_snapshot()
         self._due = loop.time() + self._interval_s
         if self._event is None or snapshot != self._snapshot:
             self._snapshot = snapshot

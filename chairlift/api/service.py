@@ -82,7 +82,7 @@ class Service:
         self.counts = Counts()
         self._read_books = shared.read_books
         self._has_vllm_metrics = config.vllm_metrics
-        self.take_metrics = Paced(self._take_metrics, SCRAPE_INTERVAL_S)
+        self.read_metrics = Paced(self._read_metrics, SCRAPE_INTERVAL_S)
         self.is_leaving = False  # /health says so
         self.turn = asyncio.Lock()  # one at a time of the replies that block the event loop for milliseconds
 
@@ -178,6 +178,6 @@ class Service:
 
         return await off_loop(parse), off_loop
 
-    async def _take_metrics(self) -> Metrics:
+    async def _read_metrics(self) -> Metrics:
         stats, counts = await self._read_books(self.counts)
         return Metrics(self.llm, self.names[0], stats, counts, self._has_vllm_metrics)

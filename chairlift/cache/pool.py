@@ -200,7 +200,7 @@ class SlotPool:
         with self._lock:
             self.owed += self.budget.cut_all()
             if self.states is not None:
-                self.owed += map(StateScrub, self.states.take_unused(self._lengths))
+                self.owed += map(StateScrub, self.states.reclaim_unused(self._lengths))
 
     def performed(self, num_jobs: int) -> None:
         """Removes the first jobs of the pending work, once they have been performed."""

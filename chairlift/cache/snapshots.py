@@ -1,11 +1,11 @@
 """Recurrent states that are kept for later prompts: which tokens each has taken, and which is evicted next.
 
 A state is of use where a prompt begins with all of its tokens, so they are found like the tokens of slots. When all
-rows are taken, waypoints are evicted first, then the others, the least recently used first. A waypoint is kept only in
+rows are in use, waypoints are evicted first, then the others, the least recently used first. A waypoint is kept only in
 case that a prompt parts from another just behind it; once one did, it is like the others.
 
-A row can be held while the tokens that its state has taken are not known yet. Until it is named by them, nobody finds
-it, and it is not evicted.
+A row can be reserved while the tokens that its state has taken are not known yet. Until it is named by them, nobody
+finds it, and it is not evicted.
 
 Plain Python, no tensors; not thread-safe.
 """
@@ -33,11 +33,11 @@ class Snapshots:
         self._free = list(reversed(self._rows))
         self._lengths: dict[int, int] = {}  # the least recently used comes first
         self._waypoints: dict[int, None] = {}  # likewise
-        self._held = set[int]()  # rows whose tokens are not known yet
+        self._reserved = set[int]()  # rows whose tokens are not known yet
         self._written = set[int]()  # rows that take memory
 
     def __len__(self) -> int:
-        return len(self._lengths) + len(self._held)
+        return len(self._lengths) + len(self._reserved)
 
     @property
     def capacity(self) -> int:
@@ -91,32 +91,32 @@ class Snapshots:
             if not is_waypoint:
                 self.use(known.row)
             return None
-        row = self._take(is_waypoint=is_waypoint)
+        row = self._allocate(is_waypoint=is_waypoint)
         if row is not None:
             self._enter(row, tokens, salt, is_waypoint=is_waypoint)
         return row
 
-    def hold(self) -> int | None:
-        """Returns a row for a state that will be named later; may evict another.
+    def reserve(self) -> int | None:
+        """Reserves a row for a state that will be named later, and returns it; may evict another.
 
-        None if half of the rows are held: the others are for states that are found.
+        None if half of the rows are reserved: the others are for states that are found.
         """
-        if len(self._held) >= self.capacity // 2:
+        if len(self._reserved) >= self.capacity // 2:
             return None
-        row = self._take()
+        row = self._allocate()
         if row is not None:
-            self._held.add(row)
+            self._reserved.add(row)
         return row
 
     def name(self, row: int, tokens: bytes, salt: str, *, is_waypoint: bool = False) -> None:
-        """Says which tokens the state in a held row has taken, so that it is found.
+        """Says which tokens the state in a reserved row has taken, so that it is found.
 
         If there is one already, that one counts as used, and the row is free.
         """
         num_tokens = count_tokens(tokens)
         known = self.find(tokens, salt, num_tokens)
         if known is None or known.num_tokens < num_tokens:
-            self._held.remove(row)
+            self._reserved.remove(row)
             self._enter(row, tokens, salt, is_waypoint=is_waypoint)
             return
         if not is_waypoint:
@@ -124,8 +124,8 @@ class Snapshots:
         self.drop(row)
 
     def drop(self, row: int) -> None:
-        """Frees a held row."""
-        self._held.remove(row)
+        """Frees a reserved row."""
+        self._reserved.remove(row)
         self._free.append(row)
 
     def remove(self, row: int) -> None:
@@ -146,9 +146,9 @@ class Snapshots:
             if not is_wanted(*self._index.entry(row)):
                 self.remove(row)
 
-    def take_unused(self) -> list[int]:
-        """Returns the rows that hold no state and take memory, which is to be freed."""
-        unused = sorted(self._written - self._lengths.keys() - self._held)
+    def reclaim_unused(self) -> list[int]:
+        """Returns the rows that have memory but no state, so that the caller frees it."""
+        unused = sorted(self._written - self._lengths.keys() - self._reserved)
         self._written.difference_update(unused)
         return unused
 
@@ -158,14 +158,14 @@ class Snapshots:
             self.remove(row)
 
     def check(self) -> None:
-        """Asserts that every row is free, is held or has tokens."""
+        """Asserts that every row is free, is reserved or has tokens."""
         self._index.check()
         assert self._index.slots == set(self._lengths) >= set(self._waypoints), "a state without tokens"
-        rows = sorted([*self._free, *self._held, *self._lengths])
-        assert rows == list(self._rows), "a row is free and taken, or neither"
+        rows = sorted([*self._free, *self._reserved, *self._lengths])
+        assert rows == list(self._rows), "a row is free and in use, or neither"
 
-    def _take(self, *, is_waypoint: bool = False) -> int | None:
-        """Takes a free row, or evicts a state. None if there is no row, or if a waypoint would evict what is none."""
+    def _allocate(self, *, is_waypoint: bool = False) -> int | None:
+        """Allocates a free row, or evicts a state. None if there is none, or if a waypoint would evict what is none."""
         if not self._free:
             candidates = self._waypoints if self._waypoints or is_waypoint else self._lengths
             if not candidates:

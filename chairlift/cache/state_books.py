@@ -57,13 +57,13 @@ class StateBooks:
         if self._positions[slot] > num_tokens:
             self.stand(slot, num_tokens)
 
-    def take_unused(self, claimed: Container[int]) -> list[int]:
-        """Returns the rows that hold no state and take memory, which is to be freed."""
+    def reclaim_unused(self, claimed: Container[int]) -> list[int]:
+        """Returns the rows that have memory but no state, so that the caller frees it."""
         unused = [slot for slot in sorted(self._written) if slot not in claimed and not self._positions[slot]]
         self._written.difference_update(unused)
         for slot in unused:
             self._reaches[slot] = 0  # its pending inputs are freed as well
-        return unused + self.snapshots.take_unused()
+        return unused + self.snapshots.reclaim_unused()
 
     def num_replayed(self, slot: int, num_tokens: int) -> int:
         """Returns how many pending inputs lead to `num_tokens` tokens. ValueError if the state cannot get there."""

@@ -193,9 +193,9 @@ class AsyncLLM(AsyncPrompts):
         """Ends every generation."""
         await asyncio.gather(*map(self.abort, self._mailboxes))
 
-    async def take_snapshot(self) -> Snapshot:
+    async def read_snapshot(self) -> Snapshot:
         """The engine's state after its current launch. Raises `EngineClosed` or `EngineDead`."""
-        return await self._call(EngineCore.take_snapshot)
+        return await self._call(EngineCore.read_snapshot)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all prompts, so that later requests reuse nothing. Raises `EngineClosed` or `EngineDead`."""
@@ -250,7 +250,7 @@ class AsyncLLM(AsyncPrompts):
             raise EngineClosed("the engine was closed")
         if self._watch is None:
             loop = asyncio.get_running_loop()
-            self._engine.start(lambda: call_if_open(loop, self._take))
+            self._engine.start(lambda: call_if_open(loop, self._deliver))
             self._watch = loop.create_task(self._watch_over(), name="chairlift-watchdog")
         return self._engine
 
@@ -258,7 +258,7 @@ class AsyncLLM(AsyncPrompts):
         """Fails all readers of an engine that has died."""
         self._die(await self._engine.until_dead())
 
-    def _take(self) -> None:
+    def _deliver(self) -> None:
         """On the event loop: hands each reader its news."""
         begin = time.thread_time()
         try:
@@ -273,7 +273,7 @@ class AsyncLLM(AsyncPrompts):
     def _delay_next(self, begin: float) -> None:
         """Delays the next news by the time that these took: under load, several steps at once cost less."""
         took = time.thread_time() - begin
-        asyncio.get_running_loop().call_later(min(took, _MAX_DELAY_S), self._take)
+        asyncio.get_running_loop().call_later(min(took, _MAX_DELAY_S), self._deliver)
 
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)

@@ -136,7 +136,7 @@ class EngineCore:
         Must only be called while there is work. If it raises, all requests that had a slot are dropped.
         """
         try:
-            self._take_saved()
+            self._load_saved()
             events = self._noted(self.scheduler.expire())
             if self._launch_next() and len(self._launches) <= self._pacing.num_launches_ahead:
                 return events
@@ -182,11 +182,11 @@ class EngineCore:
         else:
             time.sleep(_GRAMMAR_POLL_S)
 
-    def _take_saved(self) -> None:
-        """Writes what was read from disk into the slots of those who wait for it."""
+    def _load_saved(self) -> None:
+        """Loads what was read from disk into the slots of those who wait for it."""
         if self._saved is not None:
             for part in self._saved.take():
-                self.scheduler.placement.restoring.take(part)
+                self.scheduler.placement.restoring.load(part)
 
     def _note_costs(self, plan: StepPlan, seconds: float) -> None:
         """Learns what prompts cost, and saves something if the disk has been given no work for long enough."""
@@ -238,9 +238,9 @@ class EngineCore:
                 raise
             self.cache.performed(1)  # last, so that an interrupted job is done again next time
 
-    def take_snapshot(self) -> Snapshot:
+    def read_snapshot(self) -> Snapshot:
         """The state between two steps, for observers."""
-        return self._journal.take_snapshot(self.config.num_slots, self.config.slot_len)
+        return self._journal.read_snapshot(self.config.num_slots, self.config.slot_len)
 
     def read_stats(self) -> EngineStats:
         """The engine's counts so far. From any thread, also when the engine is dead."""

@@ -127,9 +127,9 @@ class SavedSource(Protocol):
 
 
 class SnapshotSource(Protocol):
-    """Offers what snapshots are taken from: an `AsyncLLM`, in tests something smaller."""
+    """Offers snapshots: an `AsyncLLM`, in tests something smaller."""
 
-    async def take_snapshot(self) -> Snapshot:
+    async def read_snapshot(self) -> Snapshot:
         """The engine's state after its current launch, or at once if it is idle.
 
         Raises `EngineClosed` or `EngineDead`. May be cancelled at any time.
@@ -291,7 +291,7 @@ class Journal:
                 self._stats.saved = self._saved.counts
             return deepcopy(self._stats)
 
-    def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
+    def read_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
         """Must be called between two launches."""
         now = self._clock()
         slots = [SlotSnapshot()] * num_slots

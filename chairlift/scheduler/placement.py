@@ -93,7 +93,7 @@ class Placement:
         if self.states is not None:
             self.states.begin(request)
             if num_reused:
-                self.states.take_in_place(request, tokens, finding.state)
+                self.states.reuse_in_place(request, tokens, finding.state)
         request.reuse(num_reused)
         request.contents, request.has_counts = Contents(num_reused), False
         self._owners[slot] = request
@@ -218,7 +218,7 @@ class Placement:
         num_kept = min(int(_KEPT_WHEN_IDLE * use.num_tokens), _MAX_KEPT_WHEN_IDLE)
         self._shrink_warm(use.num_warm - num_kept, None)
         if self.states is not None:
-            self.states.rest(self._index)
+            self.states.trim(self._index)
         self._slots.give_back()
 
     def check(self) -> None:
@@ -256,14 +256,14 @@ class Placement:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
         source, target, num_tokens = finding.slot, request.slot, finding.num_tokens
         assert target is not None, "a request is placed before anything is copied for it"
-        if source is None or num_tokens <= request.num_computed:  # also if the slot was taken in place
+        if source is None or num_tokens <= request.num_computed:  # also if the slot is reused in place
             return
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
         self.worth.note_copy(source)
         if finding.state is not None and self.states is not None:
-            self.states.take_copy(target, finding.state)
+            self.states.copy_to(target, finding.state)
         request.reuse(num_tokens)
         request.contents.copied(min(num_sound, num_tokens))
 

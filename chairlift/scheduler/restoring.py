@@ -26,7 +26,7 @@ class SavedPrefixes(Protocol):
     def begin(self, tokens: bytes, salt: str, num_held: int, most: int) -> int | None:
         """Begins to read a saved prefix of these packed tokens that is longer than `num_held`; returns its ticket.
 
-        At most `most` tokens of it will be used. Its parts come to `Restoring.take`, the last of them in any case. None
+        At most `most` tokens of it will be used. Its parts come to `Restoring.load`, the last of them in any case. None
         if there is none that is worth it.
         """
         ...
@@ -86,8 +86,8 @@ class Restoring:
             request.reading = ticket
             self._readings[ticket] = _Reading(request, request.num_computed)
 
-    def take(self, part: SavedPart) -> None:
-        """Writes a part into the slot of the request that waits for it, if it still does."""
+    def load(self, part: SavedPart) -> None:
+        """Loads a part into the slot of the request that waits for it, if it still does."""
         reading = self._readings.get(part.ticket)
         if reading is None:
             return

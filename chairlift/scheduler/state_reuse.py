@@ -98,7 +98,7 @@ class StateReuse:
         request.prompt_tail = max(1, min(self._max_tail, num_tokens // _TAIL_SHARE))
         request.state_marks = ()
 
-    def take_in_place(self, request: RequestState, tokens: bytes, source: StateSource | None) -> None:
+    def reuse_in_place(self, request: RequestState, tokens: bytes, source: StateSource | None) -> None:
         """Gives a request that got a warm slot with some of its tokens the state after these.
 
         If that is the slot's own, it is kept before the new tokens move it, unless another prompt with the same
@@ -114,9 +114,9 @@ class StateReuse:
                 self._keep(slot, own, salt)
             return
         assert source is not None, f"slot {slot} is reused without a state"
-        self.take_copy(slot, source)
+        self.copy_to(slot, source)
 
-    def take_copy(self, slot: int, source: StateSource) -> None:
+    def copy_to(self, slot: int, source: StateSource) -> None:
         """Copies a state to a slot that has been given the tokens that it has taken."""
         if source.row >= self._slots.num_slots:
             self._states.snapshots.use(source.row)
@@ -185,8 +185,8 @@ class StateReuse:
         if has_failed or num_sound < request.num_computed:
             self.forget(request, above=num_sound - has_failed)
 
-    def rest(self, index: PrefixIndex) -> None:
-        """Forgets the kept states whose tokens no slot holds (any more), since nobody can go on from them."""
+    def trim(self, index: PrefixIndex) -> None:
+        """Forgets the kept states whose tokens no slot holds any more, since nobody can go on from them."""
 
         def is_held(tokens: bytes, salt: str) -> bool:
             num_tokens = count_tokens(tokens)

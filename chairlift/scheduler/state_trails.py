@@ -74,7 +74,7 @@ class StateTrails:
             return
         if len(trail) == _MOST_KEPT:
             snapshots.drop(trail.pop(0).row)
-        row = snapshots.hold()
+        row = snapshots.reserve()
         if row is None and trail:
             row = trail.pop(0).row
         if row is not None:

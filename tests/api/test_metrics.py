@@ -286,13 +286,13 @@ def read(path: str) -> str:
 
 
 async def test_a_flood_of_scrapes_takes_figures_ten_times_a_second(server: Server) -> None:
-    taken: list[float] = []
+    times: list[float] = []
 
-    async def take() -> float:
-        taken.append(asyncio.get_running_loop().time())
-        return taken[-1]
+    async def read_time() -> float:
+        times.append(asyncio.get_running_loop().time())
+        return times[-1]
 
-    paced = Paced(take, 0.1)
+    paced = Paced(read_time, 0.1)
 
     async def ask_often() -> None:
         for _ in range(4):
@@ -300,14 +300,14 @@ async def test_a_flood_of_scrapes_takes_figures_ten_times_a_second(server: Serve
             assert await paced() >= asked
 
     await asyncio.gather(*(ask_often() for _ in range(100)))
-    assert len(taken) == 4
-    assert all(later - earlier > 0.09 for earlier, later in pairwise(taken))
-    first, second = await asyncio.gather(server.api.service.take_metrics(), server.api.service.take_metrics())
+    assert len(times) == 4
+    assert all(later - earlier > 0.09 for earlier, later in pairwise(times))
+    first, second = await asyncio.gather(server.api.service.read_metrics(), server.api.service.read_metrics())
     assert first is second
 
 
 async def test_versions_that_clients_make_up_are_not_written_each(server: Server) -> None:
-    metrics = await server.api.service.take_metrics()
+    metrics = await server.api.service.read_metrics()
     texts = [metrics.render(f"application/openmetrics-text; version=1.0.{minor}", 1) for minor in range(5)]
     assert {id(text) for text, _ in texts} == {id(texts[0][0])}
     assert {kind for _, kind in texts} == {"application/openmetrics-text; version=1.0.0; charset=utf-8"}

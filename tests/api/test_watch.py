@@ -37,7 +37,7 @@ class Source:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def take_snapshot(self) -> Snapshot:
+    async def read_snapshot(self) -> Snapshot:
         self.num_looks += 1
         try:
             await self.may_answer.wait()
@@ -48,7 +48,7 @@ class Source:
             raise self.error
         if self.moves:
             self.batch.step()
-        return await self.batch.take_snapshot()
+        return await self.batch.read_snapshot()
 
 
 def busy(num_slots: int = 4) -> Source:

@@ -57,21 +57,21 @@ def test_the_least_recently_used_state_is_evicted() -> None:
     assert snapshots.find(packed(39), "", 39) == StateSource(10, 20)
 
 
-def test_a_held_row_is_found_once_it_is_named() -> None:
+def test_a_reserved_row_is_found_once_it_is_named() -> None:
     snapshots = filled(20, num_rows=4)
-    assert [snapshots.hold(), snapshots.hold(), snapshots.hold()] == [11, 12, None]
+    assert [snapshots.reserve(), snapshots.reserve(), snapshots.reserve()] == [11, 12, None]
     assert snapshots.find(packed(99), "", 99) == StateSource(10, 20)
-    assert (len(snapshots), snapshots.take_unused()) == (3, [])
+    assert (len(snapshots), snapshots.reclaim_unused()) == (3, [])
     snapshots.name(11, packed(30), "")
     snapshots.name(12, packed(30), "")  # which is known by now
     assert snapshots.find(packed(99), "", 99) == StateSource(11, 30)
-    assert (len(snapshots), snapshots.take_unused()) == (2, [12])
+    assert (len(snapshots), snapshots.reclaim_unused()) == (2, [12])
     snapshots.check()
 
 
-def test_a_held_row_is_not_evicted_and_evicts_the_least_recently_used_state() -> None:
+def test_a_reserved_row_is_not_evicted_and_evicts_the_least_recently_used_state() -> None:
     snapshots = filled(20, 30, 40, num_rows=3)
-    assert snapshots.hold() == 10
+    assert snapshots.reserve() == 10
     assert [snapshots.add(packed(length), "") for length in (50, 60, 70)] == [11, 12, 11]
     snapshots.drop(10)
     assert snapshots.add(packed(80), "") == 10

@@ -106,7 +106,7 @@ async def main():
     pid = os.fork()
     if not pid:
         asyncio.events._set_running_loop(None)
-        for begin in (last, converse, lambda llm: llm.take_snapshot()):
+        for begin in (last, converse, lambda llm: llm.read_snapshot()):
             refused(lambda: asyncio.run(begin(llm)))
         assert not llm.is_healthy
         asyncio.run(llm.close())

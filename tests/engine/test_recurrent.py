@@ -196,7 +196,7 @@ def test_the_next_turn_finds_all_but_what_is_new(model: str, forgetful: LLM) -> 
             (output,) = llm.generate([prompt], GREEDY)
             assert output.num_cached_tokens == len(prompt) - 4  # the answer's last token was not computed
             assert parts_of([output]) == parts_of(forgetful.generate([prompt], GREEDY))
-        slots = core_of(llm).take_snapshot().slots
+        slots = core_of(llm).read_snapshot().slots
         assert [slot.num_states for slot in slots] == [2, 0, 0]  # of the first turn; the others are too near
 
 

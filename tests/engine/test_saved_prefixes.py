@@ -53,7 +53,7 @@ def test_a_slot_is_filled_from_memory_first_and_then_from_disk(native: str, tmp_
         whole = ask(llm)
         assert (short.num_cached_tokens, whole.num_cached_tokens) == (64, 192)
         assert choices_of([whole]) == choices_of([cold])
-        snapshot, saved = core_of(llm).take_snapshot(), core_of(llm).read_stats().saved
+        snapshot, saved = core_of(llm).read_snapshot(), core_of(llm).read_stats().saved
         assert max(slot.num_restored for slot in snapshot.slots) == 192
         assert (saved.num_reads, saved.num_tokens_read) == (2, 64 + 128 - 36)
 
@@ -64,7 +64,7 @@ def test_a_slot_stays_marked_as_far_as_its_next_request_keeps_what_was_read(nati
         marks = []
         for prompt in (PROMPT, [*PROMPT[:100], 7], [7] * 50):
             ask(llm, prompt)
-            marks.append(core_of(llm).take_snapshot().slots[0].num_restored)
+            marks.append(core_of(llm).read_snapshot().slots[0].num_restored)
         assert marks == [192, 100, 0]
 
 

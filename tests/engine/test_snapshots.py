@@ -29,7 +29,7 @@ async def look_in_two_steps(engine: AsyncLLM, gate: Gate) -> Snapshot:
     """A snapshot taken after the second step from here, after which the engine runs freely."""
     await gate.entered()
     await gate.entered()
-    look = asyncio.create_task(engine.take_snapshot())
+    look = asyncio.create_task(engine.read_snapshot())
     await asyncio.sleep(0)
     gate.allow(1)
     seen = await look
@@ -39,8 +39,8 @@ async def look_in_two_steps(engine: AsyncLLM, gate: Gate) -> Snapshot:
 
 async def test_an_idle_engine_is_seen_as_it_is_by_any_number_of_lookers(tiny: str) -> None:
     async with make_async_llm(tiny, max_seq_len=64) as engine:
-        first, second = await engine.take_snapshot(), await engine.take_snapshot()
-        looks = [asyncio.create_task(engine.take_snapshot()) for _ in range(10)]
+        first, second = await engine.read_snapshot(), await engine.read_snapshot()
+        looks = [asyncio.create_task(engine.read_snapshot()) for _ in range(10)]
         await asyncio.sleep(0)
         for look in looks[:9]:  # who asked and left disturbs nobody
             look.cancel()
@@ -84,7 +84,7 @@ async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
         await wait_until(lambda: core_of(engine).has_work, "it runs")
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        seen = await engine.take_snapshot()
+        seen = await engine.read_snapshot()
     assert seen.totals.num_finished == 2
     assert seen.totals.num_generated_tokens >= len(output.outputs[0].token_ids) == 12
     assert [slot.state for slot in seen.slots if slot.request_id] == []
@@ -94,7 +94,7 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
     prompt = list(range(40))
     async with make_async_llm(tiny) as engine:
         await last(engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1)))
-        kept = await engine.take_snapshot()
+        kept = await engine.read_snapshot()
         with hold_back(engine) as gate:
             reader = asyncio.create_task(last(engine.generate([*prompt, 41, 42], LONG, "again")))
             gate.allow(1)
@@ -120,7 +120,7 @@ async def test_several_steps_of_a_launch_are_told_and_their_time_holds_the_forwa
     parts = Parts(load_forward=lambda *given: Timed(load_forward(*given)))
     async with make_async_llm(tiny, parts, max_steps_per_launch=4) as engine:
         await last(engine.generate(PROMPT, GREEDY))
-        seen = await engine.take_snapshot()
+        seen = await engine.read_snapshot()
     assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
     passes = iter(spent)
     for launch in seen.launches:
@@ -131,7 +131,7 @@ async def test_an_engine_that_is_closed_is_not_looked_at(tiny: str) -> None:
     engine = make_async_llm(tiny)
     await engine.close()
     with pytest.raises(EngineClosed):
-        await engine.take_snapshot()
+        await engine.read_snapshot()
 
 
 async def test_when_the_engine_dies_lookers_are_told_and_statistics_which_wait_for_no_step_remain(tiny: str) -> None:
@@ -142,14 +142,14 @@ async def test_when_the_engine_dies_lookers_are_told_and_statistics_which_wait_f
             await gate.entered()
             await gate.entered()
             held = engine.read_stats()
-            look = asyncio.create_task(engine.take_snapshot())
+            look = asyncio.create_task(engine.read_snapshot())
             await asyncio.sleep(0)
             gate.fail(RuntimeError("broken"))
             with pytest.raises(EngineDead, match="broken"):
                 await look
             await asyncio.gather(reader, return_exceptions=True)
         with pytest.raises(EngineDead, match="broken"):
-            await engine.take_snapshot()
+            await engine.read_snapshot()
         after = engine.read_stats()
     assert (held.num_running, held.num_decoding, held.totals.num_generated_tokens) == (1, 1, 1)
     assert (after.totals, after.step_seconds) == (held.totals, held.step_seconds)

@@ -126,7 +126,7 @@ class DeviceStates:
                 self._require_number(numbers[slot], case.numbers[taken - 1], f"the state of {case.name}")
 
     def check_freed(self, books: StateBooks | None) -> None:
-        """Checks that states that nobody needs take no memory. To be called after a rest."""
+        """Checks that states that nobody needs take no memory. To be called after a trim."""
         if books is None:
             return
         kept = _kept(books).slots

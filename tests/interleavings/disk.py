@@ -79,7 +79,7 @@ class Disk:
         """The epoch in which a reading began."""
         return (self.readings.get(ticket) or self.cancelled[ticket]).epoch
 
-    def take(self, verb: str, ticket: int) -> SavedPart:
+    def read(self, verb: str, ticket: int) -> SavedPart:
         """What comes of a reading if that happens."""
         if verb == "stale":
             return self.cancelled.pop(ticket).parts[-1]

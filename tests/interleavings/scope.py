@@ -162,7 +162,7 @@ class Scope:
     num_aborts: int = 0
     num_holds: int = 0
     num_resets: int = 0
-    num_rests: int = 0
+    num_trims: int = 0
     num_out_of_memory: int = 0
     num_late: int = 0
     num_crashes: int = 0

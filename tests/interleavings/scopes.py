@@ -166,7 +166,7 @@ SALTS = Scope(
     "salts",
     (Ask("a", A, 2), Ask("b", A, 2, salt="x"), Ask("c", A, 1), Ask("d", B, 1, salt="x", spoiled=((),))),
     num_slots=2,
-    num_rests=1,
+    num_trims=1,
 )
 FORGETTING = Scope(
     "forgetting",
@@ -208,7 +208,7 @@ FULL = (
 )
 EVERYDAY = (MEMORY, GUESSES, SALTS)
 LARGE = (
-    replace(ORDER, name="order, large", num_aborts=2, num_rests=1, num_resets=1),
+    replace(ORDER, name="order, large", num_aborts=2, num_trims=1, num_resets=1),
     replace(LEADERS, name="leaders, large", num_aborts=2, num_resets=1, num_out_of_memory=1),
     replace(OVERLAP, name="overlap, large", num_aborts=2, num_holds=1, num_resets=1),
     replace(MEMORY, name="memory, large", num_aborts=2, num_ahead=1, max_steps=2, num_out_of_memory=1),
@@ -218,7 +218,7 @@ LARGE = (
     replace(FORCED, name="forced, large", num_aborts=2, num_holds=1, num_late=2, num_out_of_memory=1),
     replace(STEPS, name="steps, large", num_aborts=2, num_holds=1, num_resets=1, num_slots=3),
     replace(GRAMMARS, name="grammars, large", num_late=3, num_aborts=1, num_out_of_memory=1),
-    replace(SALTS, name="salts, large", num_aborts=1, num_resets=1, num_rests=2, num_slots=3),
+    replace(SALTS, name="salts, large", num_aborts=1, num_resets=1, num_trims=2, num_slots=3),
     replace(FORGETTING, name="forgetting, large", num_aborts=1, num_resets=2),
     replace(
         CRASHES, name="crashes, large", asks=(*CRASHES.asks, Ask("d", A, 1)), num_crashes=2, num_aborts=1, max_steps=2

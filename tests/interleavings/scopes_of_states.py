@@ -28,10 +28,10 @@ TURNS = Scope(
         Ask("d", D, 1),
     ),
     num_slots=2,
-    max_seq_len=704,  # of which a tenth is kept in a rest
+    max_seq_len=704,  # of which a tenth is kept by a trim
     num_snapshots=2,
     max_num_batched_tokens=100,
-    num_rests=1,
+    num_trims=1,
 )
 FORKS = Scope(
     "forks",
@@ -91,7 +91,7 @@ RESETS = Scope(
     num_snapshots=2,
     max_num_batched_tokens=128,
     num_resets=1,
-    num_rests=1,
+    num_trims=1,
 )
 EVICTIONS = Scope(
     "evictions",
@@ -121,13 +121,13 @@ WAYPOINTS = Scope(
 )
 STATES = (JUNCTIONS, TURNS, FORKS, REPLAYS, SURPLUS, FAILURES, RESETS, EVICTIONS, WAYPOINTS)
 LARGE_STATES = (
-    replace(JUNCTIONS, name="junctions, large", num_aborts=2, num_rests=1, num_resets=1),
-    replace(TURNS, name="turns, large", num_aborts=1, num_rests=2, num_slots=3),
+    replace(JUNCTIONS, name="junctions, large", num_aborts=2, num_trims=1, num_resets=1),
+    replace(TURNS, name="turns, large", num_aborts=1, num_trims=2, num_slots=3),
     replace(FORKS, name="forks, large", asks=(*FORKS.asks, Ask("d", prompt(90, 1, 120), 1)), num_aborts=2),
     replace(REPLAYS, name="replays, large", num_aborts=2, num_late=2, num_out_of_memory=1),
     replace(SURPLUS, name="surplus, large", num_aborts=2, num_holds=1, num_out_of_memory=1),
     replace(FAILURES, name="failures, large", asks=(*FAILURES.asks, Ask("d", C, 1)), num_slots=3, num_aborts=1),
-    replace(RESETS, name="resets, large", num_aborts=1, num_resets=2, num_rests=2, num_ahead=1),
+    replace(RESETS, name="resets, large", num_aborts=1, num_resets=2, num_trims=2, num_ahead=1),
     replace(EVICTIONS, name="evictions, large", num_late=1, num_aborts=1, num_ahead=1),
-    replace(WAYPOINTS, name="waypoints, large", num_aborts=2, num_out_of_memory=1, num_rests=1),
+    replace(WAYPOINTS, name="waypoints, large", num_aborts=2, num_out_of_memory=1, num_trims=1),
 )

@@ -47,13 +47,13 @@ def keep_the_ticket(patch: pytest.MonkeyPatch) -> None:
 
 def wait_for_the_lost(patch: pytest.MonkeyPatch) -> None:
     """Nobody hears that a file could not be read."""
-    take = Restoring.take
+    load = Restoring.load
 
-    def take_contents(self: Restoring, part: SavedPart) -> None:
+    def load_contents(self: Restoring, part: SavedPart) -> None:
         if part.content is not None:
-            take(self, part)
+            load(self, part)
 
-    patch.setattr(Restoring, "take", take_contents)
+    patch.setattr(Restoring, "load", load_contents)
 
 
 def read_on(patch: pytest.MonkeyPatch) -> None:

@@ -73,18 +73,18 @@ def keep_out_of_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_what_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """A rest frees the memory of all kept states."""
+    """Trimming frees the memory of all kept states."""
 
-    def take_all(self: Snapshots) -> list[int]:
+    def reclaim_all(self: Snapshots) -> list[int]:
         written, self._written = sorted(self._written), set()
         return written
 
-    patch.setattr(Snapshots, "take_unused", take_all)
+    patch.setattr(Snapshots, "reclaim_unused", reclaim_all)
 
 
 def free_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A rest frees no memory of states."""
-    patch.setattr(StateBooks, "take_unused", lambda *_: [])
+    """Trimming frees no memory of states."""
+    patch.setattr(StateBooks, "reclaim_unused", lambda *_: [])
 
 
 def ignore_salts(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def stop_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateReuse, "stop_at_end", stop)
 
 
-IN_ORDER = replace(RESETS, is_in_order=True, num_resets=0, num_rests=0)
+IN_ORDER = replace(RESETS, is_in_order=True, num_resets=0, num_trims=0)
 
 DEFECTS = [
     Defect(forget_to_copy, FORKS, "goes on from row"),

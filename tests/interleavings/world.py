@@ -87,7 +87,7 @@ class World:
             "abort": scope.num_aborts,
             "hold": scope.num_holds,
             "forget": scope.num_resets,
-            "rest": scope.num_rests,
+            "trim": scope.num_trims,
             "out of memory": scope.num_out_of_memory,
             "late": scope.num_late,
             "crash": scope.num_crashes,
@@ -132,8 +132,8 @@ class World:
         if self.disk is not None:
             yield from self.disk.actions(self.left)
         yield from (verb for verb in ("forget", "tick") if self.left[verb])
-        if self.left["rest"] and not self.has_work:
-            yield "rest"
+        if self.left["trim"] and not self.has_work:
+            yield "trim"
 
     def perform(self, action: str) -> StepPlan | None:
         """Lets an action happen. Returns the plan of a step that launches one. `Impossible` if it cannot happen."""
@@ -161,8 +161,8 @@ class World:
             case "tick":
                 self._spend("tick")
                 self.clock.now += 1.0
-            case "rest":
-                self._spend("rest")
+            case "trim":
+                self._spend("trim")
                 self.scheduler.placement.trim()
                 self._settle()
                 self.device.states.check_freed(self.ledger.states)
@@ -209,7 +209,7 @@ class World:
         if verb != "read":
             self._spend(verb)
         num_owed, begun = len(self.ledger.owed), self.disk.epoch_of(ticket)
-        self.scheduler.placement.restoring.take(self.disk.take(verb, ticket))
+        self.scheduler.placement.restoring.load(self.disk.read(verb, ticket))
         is_used = len(self.ledger.owed) > num_owed
         require(not is_used or verb == "read", f"reading {ticket} is used, though nobody waits for it")
         require(not is_used or begun == self.epoch, f"reading {ticket} is used, though it was forgotten")

@@ -123,7 +123,7 @@ class Driver:
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues what `make` makes of these."""
-        self.take(self.make(name, *args, **kwargs))
+        self.submit(self.make(name, *args, **kwargs))
         return self.requests[name]
 
     def given(self, *requests: tuple[Any, ...]) -> Self:
@@ -133,7 +133,7 @@ class Driver:
             self.add(*positional, **(request[-1] if len(positional) < len(request) else {}))
         return self
 
-    def take(self, *requests: Request) -> list[TokenEvent]:
+    def submit(self, *requests: Request) -> list[TokenEvent]:
         """Queues them together."""
         events = self.scheduler.add(*requests)
         states = [self.scheduler.find(request.request_id) for request in requests]
@@ -218,7 +218,7 @@ class FakeEngine(Driver):
 
     def displace(self, *requests: Request) -> list[str]:
         """Queues them together, and returns whom they displaced."""
-        events = self.take(*requests)
+        events = self.submit(*requests)
         self._said |= {request.request_id: list(request.prompt_token_ids) for request in requests}
         self._note_ends(events)
         assert all(isinstance(event.rejection, QueueFull) for event in events)

@@ -78,7 +78,7 @@ def test_without_a_queue_requests_are_taken_as_long_as_slots_are_free() -> None:
 
 def test_who_would_be_served_later_has_to_leave_and_is_told() -> None:
     engine = busy_engine("abc", priority=1)
-    (event,) = engine.take(engine.ask("urgent", PROMPT))
+    (event,) = engine.submit(engine.ask("urgent", PROMPT))
     assert end_of(event) == ("c", "abort", None)
     said = f"{FULL}, and a request of higher precedence displaced this one; try again later"
     assert isinstance(event.rejection, QueueFull)

@@ -127,7 +127,7 @@ def test_while_a_row_has_a_grammar_all_take_one_step_at_a_time() -> None:
 
 def test_scores_of_a_prompts_chunks_come_as_they_are_computed() -> None:
     scores, tower = PromptScores([{8: Logprob(-1.0, 1)}, {9: Logprob(-2.0, 3)}]), Tower(budget=4)
-    tower.take(replace(tower.make("a", [7, 8, 9, 10, 11, 12]), prompt_task=ScoreTask(0)))
+    tower.submit(replace(tower.make("a", [7, 8, 9, 10, 11, 12]), prompt_task=ScoreTask(0)))
     assert tower.step(a=RowResult(prompt_result=scores)) == [TokenEvent("a", [], None, prompt_result=scores)]
 
 
@@ -153,7 +153,7 @@ def test_a_request_whose_grammar_cannot_be_made_ends_alone_and_is_told_in_the_ne
         raise RuntimeError("no memory")
 
     tower = Tower()
-    tower.take(replace(tower.make("a", [7]), new_grammar=fail), tower.make("b", [7]))
+    tower.submit(replace(tower.make("a", [7]), new_grammar=fail), tower.make("b", [7]))
     assert tower.step() == [TokenEvent("b", [WORD], None)]
     tower.scheduler.abort("b")
     assert (tower.scheduler.has_work, tower.slots.num_free) == (True, 4)

@@ -25,7 +25,7 @@ def engine(max_tokens: int | Auto = 4, **settings: Any) -> Driver:
 
 def sing(driver: Driver, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> None:
     request = driver.make(name, prompt, max_tokens, options=RequestOptions(**options))
-    driver.take(replace(request, new_drafter=partial(Drafter, len(prompt))))
+    driver.submit(replace(request, new_drafter=partial(Drafter, len(prompt))))
 
 
 def rows(plan: StepPlan) -> list[tuple[str, int, list[int]]]:
@@ -42,7 +42,7 @@ def began(driver: Driver, prompt: list[int], first: int, max_tokens: int = 20) -
 def test_a_row_computes_its_guess_beside_its_newest_token_behind_rows_without_one() -> None:
     driver = engine()
     began(driver, [*SONG, 11, 12], 13)
-    driver.take(driver.make("b", [50, 51]))
+    driver.submit(driver.make("b", [50, 51]))
     driver.launch()
     driver.land([RowResult([14, 15, 16, 17, 18]), RowResult([60])])
     plan = driver.launch()
@@ -73,7 +73,7 @@ def test_an_answer_is_remembered_for_its_client_alone() -> None:
     guessed = []
     for name, given in zip("abcd", [options[0], *options], strict=True):
         request = driver.make(name, SONG, 6, options=given)
-        driver.take(replace(request, new_drafter=partial(Drafter, len(SONG))))
+        driver.submit(replace(request, new_drafter=partial(Drafter, len(SONG))))
         driver.launch()
         driver.land([RowResult([50])])
         guessed.append(list(driver.launch().rows[0].guess))
@@ -86,7 +86,7 @@ def test_an_answer_is_remembered_for_its_client_alone() -> None:
 
 def answer(driver: Driver, name: str, max_tokens: int, first: int = 50, **options: Any) -> None:
     """Answers the song, without guesses, with numbers from there on."""
-    driver.take(driver.make(name, SONG, max_tokens, options=RequestOptions(**options)))
+    driver.submit(driver.make(name, SONG, max_tokens, options=RequestOptions(**options)))
     while (request := driver.requests[name]).finish_reason is None:
         driver.launch()
         driver.land([RowResult([first + request.num_output_tokens - 1])])
@@ -166,7 +166,7 @@ class Forcing:
 def test_what_a_grammar_forces_is_the_guess_and_where_none_can_be_verified_there_is_none() -> None:
     driver = engine()
     request = driver.make("a", [*SONG, 11, 12], 30, grammar=Forcing(None, [60, 61], [], [], [70, 71, 72, 73, 74]))
-    driver.take(replace(request, new_drafter=partial(Drafter, 10)))
+    driver.submit(replace(request, new_drafter=partial(Drafter, 10)))
     driver.launch()
     driver.land([RowResult([13])])
     guessed = []

@@ -72,7 +72,7 @@ class FakeBatch:
         self._seconds_to_first_token = 0.0
         self._random = random.Random(seed)
 
-    async def take_snapshot(self) -> Snapshot:
+    async def read_snapshot(self) -> Snapshot:
         waiting = [
             WaitingSnapshot(short_id(each.request_id), each.num_prompt_tokens, round(self.time - each.arrival, 3))
             for each in list(self.waiting)[:MAX_WAITING_SHOWN]

@@ -19,7 +19,7 @@ from chairlift.errors import EngineDead
 from chairlift.params import StructuredOutputs
 
 _SERVICES: Mapping[Callable[[EngineCore], Any], str] = {
-    EngineCore.take_snapshot: "take_snapshot",
+    EngineCore.read_snapshot: "read_snapshot",
     EngineCore.reset_prefix_cache: "reset_prefix_cache",
 }
 """The services of the engine's process, see `RemoteReader`, that stand for the functions of calls."""

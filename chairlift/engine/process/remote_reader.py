@@ -24,7 +24,7 @@ class RemoteReader(ProcessConnection):
 
     def __init__(self, llm: AsyncLLM, services: Mapping[str, Service]) -> None:
         """`services`: offered to the worker, beside the engine's. The worker is connected once it has a socket."""
-        of_engine = {"take_snapshot": llm.take_snapshot, "reset_prefix_cache": llm.reset_prefix_cache}
+        of_engine = {"read_snapshot": llm.read_snapshot, "reset_prefix_cache": llm.reset_prefix_cache}
         super().__init__({**of_engine, "compile": self._compile, **services})
         loop = asyncio.get_running_loop()
         self._grammars = llm.inputs.grammars

@@ -115,11 +115,11 @@ class StreamedReply:
         self.texts: list[str] = []
 
     def feed(self, piece: bytes, arrived_at: float) -> None:
-        """Takes the chunks that these bytes complete. Raises `RequestFailed` on an error or a malformed chunk."""
+        """Consumes the chunks that these bytes complete. Raises `RequestFailed` on an error or a malformed chunk."""
         *lines, self._unfinished_line = (self._unfinished_line + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._take(line[5:].strip(), arrived_at)
+                self._consume(line[5:].strip(), arrived_at)
 
     def require_complete(self) -> None:
         """Called at the end of the stream; raises `RequestFailed` if that came too early."""
@@ -129,7 +129,7 @@ class StreamedReply:
         if not self._record.chunk_times:
             raise RequestFailed(INCOMPLETE_STREAM, "ended without a single token")
 
-    def _take(self, event: bytes, arrived_at: float) -> None:
+    def _consume(self, event: bytes, arrived_at: float) -> None:
         if event == b"[DONE]":
             self._is_complete = True
             return
@@ -138,7 +138,7 @@ class StreamedReply:
             if chunk.get("error"):
                 raise RequestFailed("error in stream", error_message(chunk))
             if choices := chunk.get("choices"):
-                self._take_choice(choices[0], arrived_at)
+                self._consume_choice(choices[0], arrived_at)
             if usage := chunk.get("usage"):
                 self._record.usage_prompt_tokens = _count(usage, "prompt_tokens")
                 self._record.usage_output_tokens = _count(usage, "completion_tokens")
@@ -150,7 +150,7 @@ class StreamedReply:
             shown = event.decode(errors="replace")
             raise RequestFailed("malformed chunk", f"{shown!r} ({problem})") from None
 
-    def _take_choice(self, choice: dict[str, Any], arrived_at: float) -> None:
+    def _consume_choice(self, choice: dict[str, Any], arrived_at: float) -> None:
         record = self._record
         record.ended_at = arrived_at
         is_last = choice.get("finish_reason") is not None

@@ -189,7 +189,7 @@ class RawClient:
         size = int((await self._reader.readuntil(b"\r\n")).strip(), 16)
         return (await self._reader.readexactly(size + 2))[:-2].decode()
 
-    async def rest(self) -> list[str]:
+    async def read_all(self) -> list[str]:
         pieces = []
         while piece := await self.chunk():
             pieces.append(piece)

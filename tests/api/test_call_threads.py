@@ -228,7 +228,7 @@ async def test_a_reply_of_many_scored_tokens_is_made_elsewhere(server: Server, s
             async with await post(server, {**body, "logprobs": True, "top_logprobs": num_top}, CHAT) as client:
                 assert "200 OK" in await client.head()
                 if stream:
-                    assert (await client.rest())[-1].endswith("data: [DONE]\n\n")
+                    assert (await client.read_all())[-1].endswith("data: [DONE]\n\n")
             await until_idle(server)
     assert {name.partition("_")[0] for name in threads} == {"MainThread", "chairlift-worker"}
 

@@ -109,7 +109,7 @@ async def test_a_stream_that_fails_even_in_telling_so_has_one_head_and_an_end(
         monkeypatch.setattr(reply, "failure", broken)
     async with await post(server, {**body, "stream": True}, path) as client:
         assert (await client.head()).startswith("HTTP/1.1 200 ")
-        *_, last = await client.rest()
+        *_, last = await client.read_all()
         kind, data = last.rstrip("\n").split("\n")
         assert kind == "event: error"
         assert json.loads(data.removeprefix("data: "))["error"]["message"] == "internal error: UnicodeEncodeError"

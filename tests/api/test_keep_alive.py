@@ -97,7 +97,7 @@ async def test_comments_come_after_a_whole_silence(server: Server, gate: Gate, m
             await asyncio.sleep(pause_s)
             gate.allow()
         await client.head()
-        stream = "".join(await client.rest())
+        stream = "".join(await client.read_all())
     silences = [at - before for (before, _), (at, data) in pairwise(writes) if data == COMMENT.encode()]
     assert silences
     assert min(silences) >= 0.9 * interval_s
@@ -151,7 +151,7 @@ async def test_an_end_amid_a_comment_loses_nothing(server: Server, gate: Gate, s
         await wait_until(lambda: len(slow_writes) > 0, "a comment is being written")
         gate.open()
         assert (await client.head()).startswith("HTTP/1.1 200 OK\r\n")
-        stream = "".join(await client.rest())
+        stream = "".join(await client.read_all())
     assert stream.startswith(COMMENT)
     assert texts_of(stream)[-1] == "length [DONE]"
 
@@ -166,7 +166,7 @@ async def test_an_error_amid_a_comment_is_told(slow_writes: list[bytes]) -> None
                     await wait_until(lambda: len(slow_writes) > 0, "a comment is being written")
                     gate.open()
                     await client.head()
-                    stream = "".join(await client.rest())
+                    stream = "".join(await client.read_all())
     assert stream.startswith(COMMENT)
     assert '"code":"queue_full"' in stream
     assert_whole(stream)

@@ -91,7 +91,7 @@ async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(trans
         assert 2**14 < largest < MOST_BUFFERED
         async with await post(server, {**VERBOSE, "n": 1, "max_tokens": 5}) as other:
             await other.head()
-            assert set(choices_of(await other.rest())) == {0}
+            assert set(choices_of(await other.read_all())) == {0}
         assert server.api.num_active == 1
         silent.reset()
         await until_idle(server)
@@ -103,9 +103,9 @@ async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
         await ended(server)
         async with await post(server, VERBOSE) as quick:
             await quick.head()
-            expected = choices_of(await quick.rest())
+            expected = choices_of(await quick.read_all())
         await slow.head()
-        assert choices_of(await slow.rest()) == expected
+        assert choices_of(await slow.read_all()) == expected
         assert len(expected) == SLOTS
         assert all(len(text) > TOKENS / 2 for text in expected.values())
         await until_idle(server)

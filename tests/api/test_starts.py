@@ -8,7 +8,7 @@ from chairlift.api.http.connections import StartLimiter
 
 async def test_a_burst_buries_no_request_of_a_connection_that_was_answered_before() -> None:
     starts, begun = StartLimiter(), list[str]()
-    while starts.take_place():
+    while starts.try_acquire():
         pass
     for number in range(100):
         starts.wait(partial(begun.append, f"new {number}"), is_known=False)
@@ -23,7 +23,7 @@ async def test_a_burst_buries_no_request_of_a_connection_that_was_answered_befor
 async def test_all_places_go_to_whoever_waits() -> None:
     for is_known in (False, True):
         starts, begun = StartLimiter(), list[int]()
-        while starts.take_place():
+        while starts.try_acquire():
             pass
         for number in range(20):
             starts.wait(partial(begun.append, number), is_known=is_known)

@@ -123,7 +123,7 @@ async def test_a_large_event_is_sent_in_pieces_and_arrives_whole(transports: lis
     async with asking(4 * MANY, 0.0) as ask:
         client = await ask("one", "stream")
         assert transports[0].get_write_buffer_size() < 2**18
-        assert "".join(await client.raw.rest()) == "first" + "l" * MANY + "last"
+        assert "".join(await client.raw.read_all()) == "first" + "l" * MANY + "last"
 
 
 async def test_a_reader_that_leaves_is_not_counted_any_more(transports: list[asyncio.Transport]) -> None:
@@ -146,7 +146,7 @@ async def test_a_stream_whose_end_finds_no_room_says_so_briefly_and_has_one_head
     body = {"input": "Tell me a story.", "max_output_tokens": 100, "ignore_eos": True, "stream": True, **scored}
     async with await post(server, body, "/v1/responses") as client:
         assert (await client.head()).startswith("HTTP/1.1 200 ")
-        *_, last = await client.rest()
+        *_, last = await client.read_all()
         kind, data = last.rstrip("\n").split("\n")
         assert kind == "event: error"
         assert json.loads(data.removeprefix("data: "))["error"]["code"] == "client_too_busy"

@@ -38,39 +38,39 @@ class _Walk:
 
     def fields(self) -> Iterator[Field]:
         for kind, size in _HEADER:
-            yield self._take(kind, size)
+            yield self._field(kind, size)
         num_tensors, num_keys = struct.unpack_from("<2Q", self._content, 8)
         for _ in range(num_keys):
             yield from self._text()
-            yield self._take("type", 4)
+            yield self._field("type", 4)
             yield from self._value(self._last(4))
         for _ in range(num_tensors):
             yield from self._text()
-            yield self._take("number of dimensions", 4)
+            yield self._field("number of dimensions", 4)
             for _ in range(self._last(4)):
-                yield self._take("dimension", 8)
-            yield self._take("type of a tensor", 4)
-            yield self._take("offset", 8)
+                yield self._field("dimension", 8)
+            yield self._field("type of a tensor", 4)
+            yield self._field("offset", 8)
 
     def _value(self, kind: int) -> Iterator[Field]:
         if kind == _TEXT:
             yield from self._text()
         elif kind == _ARRAY:
-            yield self._take("type", 4)
+            yield self._field("type", 4)
             of = self._last(4)
-            yield self._take("number of elements", 8)
+            yield self._field("number of elements", 8)
             for index in range(self._last(8)):
                 for field in self._value(of):
                     if index < _MOST_ELEMENTS:
                         yield field
         else:
-            yield self._take("number", _SIZES[kind])
+            yield self._field("number", _SIZES[kind])
 
     def _text(self) -> Iterator[Field]:
-        yield self._take("length", 8)
-        yield self._take("text", self._last(8))
+        yield self._field("length", 8)
+        yield self._field("text", self._last(8))
 
-    def _take(self, kind: str, size: int) -> Field:
+    def _field(self, kind: str, size: int) -> Field:
         if self._place + size > len(self._content):
             raise struct.error("the file ends here")
         field = Field(kind, self._place, size)

@@ -96,7 +96,7 @@ class CustomInputs:
 
     def _end(self) -> list[Piece]:
         index, self._index = self._index, None
-        rest = "" if index is None else self._input.rest()
+        rest = "" if index is None else self._input.finish()
         return [] if index is None or not rest else [CustomCallPiece(index, None, rest)]
 
 
@@ -124,8 +124,8 @@ class _InputText:
         self._held = self._held[whole.end() :]
         return _decoded(whole[0])
 
-    def rest(self) -> str:
-        """Returns what is left at the end: the arguments, or the text in them, if they have another form."""
+    def finish(self) -> str:
+        """Returns what is still held back at the end: the arguments, or the text in them, if they have another form."""
         if self._is_begun:
             return ""
         value = parsed(self._held)

@@ -122,7 +122,7 @@ class CallFormat(ABC):
         if not self.brackets[0]:
             yield from text.accept(self.between.strip())
         yield from text.skip()
-        text.take_tail_of(self.closing)
+        text.drop_truncated(self.closing)
         if not self.is_bare:
             text.back_to(0)
         return is_closed or not self.closing

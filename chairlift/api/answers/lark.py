@@ -122,7 +122,7 @@ class _Parser:
     def _next(self) -> _Token:
         return self._tokens[self._position] if self._position < len(self._tokens) else _END
 
-    def _take(self) -> _Token:
+    def _advance(self) -> _Token:
         token = self._next
         self._position += 1
         return token
@@ -133,7 +133,7 @@ class _Parser:
         return is_next
 
     def _expect(self, kind: str, sign: str | None = None) -> str:
-        token = self._take()
+        token = self._advance()
         if token.kind != kind or sign not in (None, token.text):
             raise GrammarSyntaxError(f"{sign or f'a {kind}'} is missing before {token.text or 'the end'}")
         return token.text
@@ -143,7 +143,7 @@ class _Parser:
             self._read_directive()
             return
         while self._next.text in ("?", "!"):
-            self._take()
+            self._advance()
         name = self._expect("name")
         if self._accept("."):
             self._expect("number")  # a priority, which only matters to lexers
@@ -155,7 +155,7 @@ class _Parser:
         self._rules[name] = self._read_choice()
 
     def _read_directive(self) -> None:
-        directive = self._take().text
+        directive = self._advance().text
         if directive != "%import":
             raise NotRegular(f"{directive} is used")
         if self._expect("name") != "common":
@@ -192,7 +192,7 @@ class _Parser:
     def _read_repeated(self) -> _Node:
         node = self._read_atom()
         while not self._next.is_first and (self._next.text in _REPEATS or self._next.text == "~"):
-            sign = self._take().text
+            sign = self._advance().text
             repeat = _REPEATS.get(sign) or self._read_number_of_times()
             node = _Node("sequence", parts=(node,), repeat=repeat)
         return node
@@ -202,7 +202,7 @@ class _Parser:
         return f"{{{least},{self._expect('number')}}}" if self._accept("..") else f"{{{least}}}"
 
     def _read_atom(self) -> _Node:
-        token = self._take()
+        token = self._advance()
         match token.kind, token.text:
             case "name", name:
                 return _Node("name", name)

@@ -153,8 +153,8 @@ class Text:
         """Goes back, so that what was read since then is read again."""
         self._at = self._start + position
 
-    def take_tail_of(self, mark: str) -> None:
-        """Takes the end of the answer if it is the beginning of this mark, truncated."""
+    def drop_truncated(self, mark: str) -> None:
+        """Drops the end of the answer if it is the beginning of this mark, truncated."""
         if self._is_over and mark.startswith(self._text[self._at :]):
             self._at = len(self._text)
             self.take()

@@ -50,7 +50,7 @@ class MessagesReply(ConversationReply):
         news = self._progress.advance(choice)
         if news is None:
             return told
-        told += self._take(news.text, news.finish_reason)
+        told += self._push(news.text, news.finish_reason)
         return told + ([] if news.finish_reason is None else self._close())
 
     def closing(self) -> list[str]:

@@ -36,8 +36,8 @@ class StartLimiter:
         self._new = deque[Callable[[], None]]()
         self._num_left = _BEGUN_IN_A_TURN
 
-    def take_place(self) -> bool:
-        """Takes a place in this turn; False if none is left."""
+    def try_acquire(self) -> bool:
+        """Acquires a place in this turn; False if none is left."""
         if not self._num_left:
             return False
         if self._num_left == _BEGUN_IN_A_TURN:
@@ -51,7 +51,7 @@ class StartLimiter:
 
     def _begin_turn(self) -> None:
         self._num_left = _BEGUN_IN_A_TURN
-        while (self._known or self._new) and self.take_place():
+        while (self._known or self._new) and self.try_acquire():
             first, second = (self._known, self._new) if self._num_left % 4 < 2 else (self._new, self._known)
             waiting = first or second
             begin = waiting.pop() if self._num_left % 2 else waiting.popleft()
@@ -100,7 +100,7 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         is_idle = not self._is_working and (self._body is None or self._body.is_eof())
-        if not data or not is_idle or (not self._held and self._starts.take_place()):
+        if not data or not is_idle or (not self._held and self._starts.try_acquire()):
             self._receive(data, is_idle=is_idle)
             return
         if not self._held:

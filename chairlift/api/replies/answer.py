@@ -86,8 +86,8 @@ class ConversationReply(Reply):
         self._open: Part | None = None
         self._telling: TextEvent | None = None  # with more text of the open part
 
-    def _take(self, text: str, reason: FinishReason | None = None) -> list[str]:
-        """Events for the new text of the answer; `reason`: why no more follows."""
+    def _push(self, text: str, reason: FinishReason | None = None) -> list[str]:
+        """Returns the events for the new text of the answer. `reason`: why no more follows."""
         events: list[str] = []
         for part, piece in self._answer.keep(text, reason):
             if part is not self._open:

@@ -133,14 +133,14 @@ class ResponsesReply(ConversationReply):
         positions = self._progress.positions(news)
         bounds = [each.offset - self._num_read for each in positions] + [len(news.text)]
         self._num_read += len(news.text)
-        events = self._take(news.text[: bounds[0]])
+        events = self._push(news.text[: bounds[0]])
         for position, begin, end in zip(positions, bounds, bounds[1:], strict=False):
             self._unplaced.append(position)
-            events += self._take(news.text[begin:end])
+            events += self._push(news.text[begin:end])
         return events + (self._end(news.finish_reason) if news.finish_reason is not None else [])
 
     def _end(self, reason: FinishReason) -> list[str]:
-        events = self._take("", reason)
+        events = self._push("", reason)
         if self._open is None:  # an empty answer becomes an empty message
             events += self._begin(self._answer.begin(ContentPiece))
         assert self._open is not None

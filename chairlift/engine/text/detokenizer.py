@@ -46,7 +46,7 @@ class Detokenizer:
             return self._end_bytes() + self._push_piece(token_id)
         if byte == _SPACE and not self._sent and not self._bytes.tokens:  # decoders may drop a text's first space
             return self._push_piece(token_id)
-        return self._flush() + self._take(self._bytes.push(token_id, byte))
+        return self._flush() + self._emit(self._bytes.push(token_id, byte))
 
     def finish(self) -> str:
         """Returns what is still held back after the last token, for instance an incomplete character."""
@@ -80,10 +80,10 @@ class Detokenizer:
 
     def _end_bytes(self) -> str:
         """Returns what is held back in the bytes."""
-        return self._take(self._bytes.end()) if self._bytes.tokens else ""
+        return self._emit(self._bytes.end()) if self._bytes.tokens else ""
 
-    def _take(self, decoded: tuple[list[int], str]) -> str:
-        """The text of bytes. Their tokens become the context of the next ones."""
+    def _emit(self, decoded: tuple[list[int], str]) -> str:
+        """Returns the text of bytes. Their tokens become the context of the next ones."""
         tokens, text = decoded
         if tokens:
             self._window = tokens

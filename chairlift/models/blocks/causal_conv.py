@@ -35,20 +35,20 @@ class CausalConv(nn.Module):
         rows: "RaggedRows",
         states: "LayerStates",
         inputs: torch.Tensor,
-        take: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        move_others: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Convolves a batch by kernels, and moves windows and pending inputs; see `recurrence.Recurrent`.
 
-        `take` moves the rest of the states: it gets what is convolved, after SiLU, of new and of replayed tokens, and
-        its outputs are returned. None: there is no rest, and the convolution of new tokens is the output.
+        `move_others` moves the other states: it gets what is convolved, after SiLU, of new and of replayed tokens, and
+        its outputs are returned. None: there are no others, and the convolution of new tokens is the output.
         """
         from chairlift.kernels import causal_conv
 
-        has_rest = take is not None
+        has_others = move_others is not None
         convolved = causal_conv.convolve(
-            rows, states, inputs, self.weight, self.bias, is_gated=has_rest, is_replayed=has_rest
+            rows, states, inputs, self.weight, self.bias, is_gated=has_others, is_replayed=has_others
         )
-        outputs = convolved if take is None else take(convolved)
+        outputs = convolved if move_others is None else move_others(convolved)
         causal_conv.settle(rows, states, inputs, self.weight)  # last, as the others read what it overwrites
         return outputs
 

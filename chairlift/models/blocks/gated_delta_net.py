@@ -139,12 +139,12 @@ class GatedDeltaNet(BlockModule):
             block.num_key_heads, block.num_value_heads, block.key_dim, block.value_dim, block.has_tiled_heads
         )
 
-        def take(convolved: torch.Tensor) -> torch.Tensor:
+        def move_memory(convolved: torch.Tensor) -> torch.Tensor:
             return gated_delta_rule.advance(
                 rows, states, convolved, inputs, self.A_log, self.dt_bias, heads, length_eps=_L2_EPS
             )
 
-        return self.conv1d.advance(rows, states, inputs, take)
+        return self.conv1d.advance(rows, states, inputs, move_memory)
 
     def pack(self, packer: Packer) -> dict[str, object]:
         block, taps, place = self.block, self.conv1d.taps(), packer.state_place(self.layer_idx)

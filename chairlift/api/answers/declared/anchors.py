@@ -56,7 +56,7 @@ class Pattern:
         self.names = frozenset(self._complete.groupindex)
         self._marks: tuple[str, ...] = ()  # if it is any of these texts
         try:
-            found = [(self.search(probe, 0), self.hold(probe, 0)) for probe in _PROBES]
+            found = [(self.search(probe, 0), self.find_partial(probe, 0)) for probe in _PROBES]
         except TimeoutError as error:
             raise ValueError("it takes too long") from error
         if all(match is not None and match.end() == 0 for match, _ in found):
@@ -73,8 +73,8 @@ class Pattern:
         """The leftmost match in the text as it is. TimeoutError if that takes too long."""
         return self._complete.search(text, at, timeout=MAX_CPU_S)
 
-    def hold(self, text: str, at: int) -> int:
-        """The leftmost position at which a match may begin or grow if more text follows."""
+    def find_partial(self, text: str, at: int) -> int:
+        """Finds the leftmost position at which a match may begin or grow if more text follows."""
         if self._marks:
             return len(text) - max(num_begun_of(mark, text, at) for mark in self._marks)
         found = self._growing.search(text, at, partial=True, timeout=MAX_CPU_S)
@@ -110,7 +110,7 @@ class Searches:
     def __init__(self) -> None:
         self._text = ""
         self._matches: dict[Pattern, tuple[int, regex.Match[str] | None]] = {}  # and from where on it is the first
-        self._holds: dict[Pattern, tuple[int, int]] = {}  # likewise
+        self._partials: dict[Pattern, tuple[int, int]] = {}  # likewise
 
     def search(self, pattern: Pattern, text: str, at: int) -> "regex.Match[str] | None":
         """See `Pattern.search`."""
@@ -121,20 +121,20 @@ class Searches:
             self._matches[pattern] = at, match
         return match
 
-    def hold(self, pattern: Pattern, text: str, at: int) -> int:
-        """See `Pattern.hold`."""
+    def find_partial(self, pattern: Pattern, text: str, at: int) -> int:
+        """See `Pattern.find_partial`."""
         self._turn_to(text)
-        begin, position = self._holds.get(pattern, (len(text) + 1, 0))
+        begin, position = self._partials.get(pattern, (len(text) + 1, 0))
         if begin > at or position < at or not pattern.is_steady:
-            position = pattern.hold(text, at)
-            self._holds[pattern] = at, position
+            position = pattern.find_partial(text, at)
+            self._partials[pattern] = at, position
         return position
 
     def _turn_to(self, text: str) -> None:
         if text is not self._text:
             self._text = text
             self._matches.clear()
-            self._holds.clear()
+            self._partials.clear()
 
 
 class Anchors(Generic[_Whose]):
@@ -150,11 +150,11 @@ class Anchors(Generic[_Whose]):
 
     def look(self, text: str, at: int, is_over: bool) -> Sighting[Found[_Whose]]:
         """The mark that begins leftmost, the longest of those, the first named of those. See `text.Look`."""
-        hold = len(text)
+        partial = len(text)
         if self._begins is not None:
             begin = self._begins.search(text, at)
             if begin is None:
-                return Sighting(hold)
+                return Sighting(partial)
             at = begin.start()
         best: tuple[tuple[int, int], Anchor[_Whose], regex.Match[str]] | None = None
         for anchor in self._anchors:
@@ -163,9 +163,9 @@ class Anchors(Generic[_Whose]):
                 rank = (match.start(), -match.end())
                 best = (rank, anchor, match) if best is None or rank < best[0] else best
             if not is_over:
-                hold = min(hold, self._searches.hold(anchor.pattern, text, at))
-        if best is None or (best[2].start() >= hold and not is_over):
-            return Sighting(hold)
+                partial = min(partial, self._searches.find_partial(anchor.pattern, text, at))
+        if best is None or (best[2].start() >= partial and not is_over):
+            return Sighting(partial)
         _, anchor, match = best
         captures = {name: value for name, value in match.groupdict().items() if value is not None}
         found = Found(anchor.meaning, match[0], captures, anchor.pattern.drops_space)

@@ -81,7 +81,7 @@ class AnswerRun:
             calls: CallFormat = form if region.has_objects else _PythonCalls()
             may_be_calls = self._num_open_ends < _MAX_OPEN_ENDS
             if not (may_be_calls and (yield from calls.read_calls(self._text, self._out, self._schemas))):
-                self._sinks[Purpose.CONTENT].take_back(self._text.take())
+                self._sinks[Purpose.CONTENT].resume(self._text.take())
                 return
             self._num_open_ends += form.has_open_end
         else:
@@ -101,12 +101,12 @@ class AnswerRun:
         except ValueError:
             calls = []
         except TimeoutError:
-            self._sinks[Purpose.CONTENT].take_back(opening + "".join(parts) + closing)
+            self._sinks[Purpose.CONTENT].resume(opening + "".join(parts) + closing)
             raise
         may_be_cut = mark is None and region.close is not None and not self._text.is_whole
         is_cut = may_be_cut and any(call.arguments == "{}" for call in calls)
         if not calls or is_cut:
-            self._sinks[Purpose.CONTENT].take_back(opening + "".join(parts) + closing)
+            self._sinks[Purpose.CONTENT].resume(opening + "".join(parts) + closing)
             return
         for call in calls:
             if not self._out.is_full:
@@ -155,8 +155,8 @@ class _Sink:
             self._is_empty, self._held = False, ""
         self._dropped, self._held = self._held, ""
 
-    def take_back(self, text: str) -> None:
-        """Goes on with the last region, because what seemed to begin another is this text."""
+    def resume(self, text: str) -> None:
+        """Resumes the last region, because what seemed to begin another is this text."""
         self._held = self._dropped
         self.add(text)
 

@@ -51,8 +51,13 @@ def make_request(
     return Request(str(number), prompt, _PARAMS, max_tokens, seed=number, options=options)
 
 
-def begin(scheduler: Scheduler, slots: SlotLedger, plan: StepPlan) -> StepPlan:
-    """Begins a launch; what precedes it costs nothing here."""
+def begin_step(scheduler: Scheduler, slots: SlotLedger, look: Callable[[StepPlan], None]) -> StepPlan:
+    """Schedules and advances; the copies before the launch cost nothing here. Its results go to `Scheduler.update`.
+
+    `look` gets the plan as it was scheduled.
+    """
+    plan = scheduler.schedule()
+    look(plan)
     plan = scheduler.advance(plan)
     slots.performed(len(plan.jobs))
     return plan
@@ -68,20 +73,20 @@ def timed_step(scheduler: Scheduler, slots: SlotLedger, journal: Journal | None 
 
     With a journal, the launch and its events are noted there as well.
     """
+    times: list[float] = []
     start = perf_counter()
-    plan = scheduler.schedule()
-    planned = perf_counter()
+    plan = begin_step(scheduler, slots, lambda _: times.append(perf_counter()))
+    advanced = perf_counter()
     results = [_RESULT if row.is_sampled else _NO_RESULT for row in plan.rows]
     ready = perf_counter()
-    plan = begin(scheduler, slots, plan)
-    advanced = perf_counter()
     events = scheduler.update(plan, results)
     updated = perf_counter()
     if journal is not None:
         journal.note_launch(plan, start)
         journal.note_events(events)
     noted = perf_counter() - updated
-    return StepTimes(planned - start, advanced - ready, updated - advanced, noted)
+    (planned,) = times
+    return StepTimes(planned - start, advanced - planned, updated - ready, noted)
 
 
 def medians(times: Sequence[StepTimes]) -> dict[str, float]:

@@ -168,20 +168,19 @@ class Fleet:
         replica.is_stepping = replica.scheduler.has_work
         if not replica.is_stepping:
             return
-        plan = replica.scheduler.schedule()
-        step = SimulatedStep.begin(replica.scheduler, replica.slots, plan, replica.requests, self._cost)
+        step = SimulatedStep.begin(replica.scheduler, replica.slots, replica.requests, self._cost)
         self._busy[number] += step.seconds
         self._agenda.plan(self._clock.now + step.seconds, partial(self._end_step, number, replica, step))
 
     def _end_step(self, number: int, replica: _Replica, step: SimulatedStep) -> None:
         if self._replicas.get(number) is not replica:  # it died meanwhile
             return
-        for event in replica.scheduler.update(step.plan, step.results):
+        for event in step.end(replica.scheduler):
             if event.finish_reason is not None:
-                self._take_end(replica, event)
+                self._note_end(replica, event)
         self._step(number, replica)
 
-    def _take_end(self, replica: _Replica, event: TokenEvent) -> None:
+    def _note_end(self, replica: _Replica, event: TokenEvent) -> None:
         simulated = replica.requests.pop(event.request_id)
         simulated.arrival = self._arrivals.pop(event.request_id)
         self._records.append(simulated.ending(simulated.fate(event), 0, self._cost, self._clock.now))

@@ -15,6 +15,7 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.state_books import PROMPT_TAIL, StateBooks
 from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
+from chairlift.plan import StepPlan
 from chairlift.scheduler import Policy, RequestState, Scheduler, TokenEvent
 from simulation.costs import CostModel
 from simulation.meter import Meter, Watch
@@ -205,19 +206,20 @@ class Simulation:
 
     def _step(self) -> None:
         for event in self._scheduler.expire():
-            self._take(event)
+            self._note(event)
         if not self._scheduler.has_work:
             return
-        plan = self._scheduler.schedule()
-        self._watch.look_at(plan)
-        self._note_admissions()
-        step = SimulatedStep.begin(self._scheduler, self._slots, plan, self._requests, self._cost)
+        step = SimulatedStep.begin(self._scheduler, self._slots, self._requests, self._cost, self._look_at)
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
         self._meter.note_step(step.plan, step.requests, step.seconds, num_backlogged, step.num_copied, self._clock.now)
         self._agenda.pass_time(self._clock.now + step.seconds)
-        for event in self._scheduler.update(step.plan, step.results):
-            self._take(event)
+        for event in step.end(self._scheduler):
+            self._note(event)
         self._watch.look_after()
+
+    def _look_at(self, plan: StepPlan) -> None:
+        self._watch.look_at(plan)
+        self._note_admissions()
 
     def _note_admissions(self) -> None:
         """Who has a slot for the first time."""
@@ -259,9 +261,9 @@ class Simulation:
             event = self._scheduler.abort(request_id)
             self._watch.demand(event is not None, f"request {request_id} cannot be aborted")
             if event is not None:
-                self._take(event)
+                self._note(event)
 
-    def _take(self, event: TokenEvent) -> None:
+    def _note(self, event: TokenEvent) -> None:
         simulated = self._requests.get(event.request_id)
         if simulated is None:
             self._watch.demand(False, f"there is news of request {event.request_id}, which has ended")

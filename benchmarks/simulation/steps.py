@@ -1,14 +1,14 @@
 """A step of the simulated engine: the real plan, and answers and a duration that are made up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from harness import begin, num_copied_in
+from harness import begin_step, num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.plan import RowResult, StepPlan
-from chairlift.scheduler import Scheduler
+from chairlift.scheduler import Scheduler, TokenEvent
 from simulation.costs import CostModel, StepShape
 from simulation.requests import SimulatedRequest
 
@@ -30,12 +30,12 @@ class SimulatedStep:
         cls,
         scheduler: Scheduler,
         slots: SlotLedger,
-        plan: StepPlan,
         known: Mapping[str, SimulatedRequest],
         cost: CostModel,
+        look: Callable[[StepPlan], None] = lambda _: None,
     ) -> Self:
-        """Begins a plan whose requests are among those known."""
-        plan = begin(scheduler, slots, plan)
+        """Begins the next step, whose requests are among those known. `look` gets the plan as it was scheduled."""
+        plan = begin_step(scheduler, slots, look)
         requests = [known[row.key.tag] for row in plan.rows]
         results = [
             simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED
@@ -44,6 +44,10 @@ class SimulatedStep:
         num_copied = num_copied_in(plan)
         seconds = cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         return cls(plan, requests, results, seconds, num_copied)
+
+    def end(self, scheduler: Scheduler) -> list[TokenEvent]:
+        """Gives the scheduler the results; what they mean to each request."""
+        return scheduler.update(self.plan, self.results)
 
 
 def shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:

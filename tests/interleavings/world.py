@@ -1,7 +1,8 @@
 """The world that a search explores: the real scheduler and its books, the device, and what each client has heard.
 
 An action is what may happen between two steps of an engine, or a step. A step is what `EngineCore.step` does with the
-same parts; the rest of the engine adds nothing to the books.
+same parts; the rest of the engine adds nothing to the books. It has a loop of its own, because its events come between
+the verbs: a copy that is late, a crash or a lack of memory after `advance`, results that wait for `update`.
 """
 
 from collections import deque

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,12 @@ def load(tree: Path, model: Path) -> dict[str, float]:
     return read
 
 
-def measure(trees: dict[str, Path], model: Path, num_rounds: int) -> dict[str, Any]:
-    """The figures of a model: its medians by checkout, and all rounds."""
+Load = Callable[[Path, Path], dict[str, float]]
+"""Measures a start of a checkout with a model, like `load`."""
+
+
+def measure(trees: dict[str, Path], model: Path, num_rounds: int, load: Load = load) -> dict[str, Any]:
+    """Returns the figures of a model: its medians by checkout, and all rounds."""
     rounds = [{name: load(tree, model) for name, tree in trees.items()} for _ in range(num_rounds + 1)][1:]
     medians = {
         name: {part: round(statistics.median(each[name][part] for each in rounds), 2) for part in rounds[0][name]}

@@ -199,7 +199,7 @@ def _in_own_names(command: "Command", arguments: Sequence[str]) -> list[str]:
 def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Given]:
     parser = _make_parser(command)
     namespace, rest = parser.parse_known_intermixed_args(_in_own_names(command, arguments))
-    _take_argument_from_lists(command, namespace)
+    _move_argument_from_lists(command, namespace)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
     see_help = f"; see chairlift {command.name} --help"
     if unknown:
@@ -220,7 +220,7 @@ def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Give
     }
 
 
-def _take_argument_from_lists(command: "Command", namespace: argparse.Namespace) -> None:
+def _move_argument_from_lists(command: "Command", namespace: argparse.Namespace) -> None:
     """Moves the last of several words that follow a list's flag to the argument, if that is given nowhere else."""
     texts: dict[str, Any] = vars(namespace)
     longest = texts.pop(_LONGEST, None)

@@ -114,10 +114,15 @@ def test_a_prompt_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch, capsy
         assert capsys.readouterr().out == "17 + 25 = 42.\n"
 
 
+class Terminal(io.StringIO):
+    """A terminal at which nothing is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_no_prompt_at_a_terminal_is_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(sys, "stdin", Terminal())
     (line,) = complaints(["generate", "--model", "/nowhere"], capsys)
     assert line.startswith("there is no prompt: ")
 

@@ -105,7 +105,7 @@ def test_a_server_and_a_call_take_turns(tmp_path: Path, run_script: RunScript) -
     assert case["cost"] == case["cost_of_fastest"] == round(served / offline - 1, 4)
 
 
-def test_loads_take_turns_and_the_first_round_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_take_turns_and_the_first_round_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(3_000_000))
     turns: list[str] = []
 
@@ -114,8 +114,7 @@ def test_loads_take_turns_and_the_first_round_does_not_count(tmp_path: Path, mon
         turns.append(tree.name)
         return {"load_s": float(len(turns))}
 
-    monkeypatch.setattr(loading, "load", load)
-    case = loading.measure({"before": Path("a"), "this": Path("b")}, tmp_path / "model.gguf", 3)
+    case = loading.measure({"before": Path("a"), "this": Path("b")}, tmp_path / "model.gguf", 3, load)
     assert turns == ["a", "b"] * 4
     assert (case["model"], case["megabytes"], len(case["rounds"])) == ("model.gguf", 3, 3)
     assert case["medians"] == {"before": {"load_s": 5.0}, "this": {"load_s": 6.0}}

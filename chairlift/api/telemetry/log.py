@@ -100,8 +100,12 @@ class QueuedHandler(logging.Handler):
 
     def flush(self) -> None:
         """Waits until all is written, but not for long, because the reader may have stopped."""
+        self.wait(_FLUSH_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until all is written, at most `timeout_s` seconds. Returns false if it is not written by then."""
         with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _FLUSH_S)
+            return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
     def _write_all(self) -> None:
         while True:

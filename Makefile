@@ -27,9 +27,10 @@ SHOWN := $(PYTHON) tools/with_progress.py
 $(BIN)/python:
 	@$(SHOWN) 'making $(VENV)' $(PYTHON) -m venv $(VENV)
 
-# torch goes first and by itself, so that no other package's looser range picks a build for it.
+# torch goes first and by itself, so that no other package's looser range picks a build for it. Without an NVIDIA GPU
+# it is the build for CPUs, from an index of its own, if that can be reached.
 $(TORCH): constraints.txt | $(BIN)/python
-	@$(SHOWN) 'installing torch' $(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	@$(SHOWN) 'installing torch' $(PIP_INSTALL) $$($(PYTHON) tools/torch_index.py) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
 $(SERVING): pyproject.toml constraints.txt $(TORCH)

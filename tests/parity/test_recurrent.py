@@ -165,6 +165,7 @@ NATIVE: dict[str, dict[str, Any]] = {
 
 
 checkpoint = Checkpoints(FAMILIES).get
+native_checkpoint = Checkpoints(NATIVE).get
 
 
 @pytest.fixture(scope="module")
@@ -180,25 +181,29 @@ def test_logits_are_those_of_transformers_in_chunks_among_others(directory: Path
     assert_near(logits_of(bench(path), steps), reference_logits(reference, tokens))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str) -> None:
-    path, reference = checkpoint(directory, family)
+@pytest.mark.parametrize(
+    ("family", "backend"), [*((family, "torch") for family in FAMILIES), *((family, "cpu") for family in NATIVE)]
+)
+def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str, backend: str) -> None:
+    made = checkpoint(directory, family) if backend == "torch" else native_checkpoint(directory / "native", family)
+    path, reference = made
     first, second, third, shared = random_prompts(6, [3, 40, 17, 90])
     prompts = [first, shared + second, shared + third]
     engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "max_steps_per_launch": 3}
-    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **engine) as llm:
+    with LLM(str(path), attention_backend=backend, max_seq_len=SLOT_LEN, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts[1:], 64)  # each prompt is known by now
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_logits_do_not_depend_on_the_chunks_of_a_prompt(directory: Path, family: str, size: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_do_not_depend_on_the_chunks_of_a_prompt(directory: Path, family: str) -> None:
     path, reference = checkpoint(directory, family)
-    (tokens,) = random_prompts(9, [100])
-    ours = bench(path)
-    chunks = [ours.run([Row(2, tokens[start : start + size])])[0] for start in range(0, len(tokens), size)]
-    assert_near(torch.cat(chunks), reference_logits(reference, tokens))
+    (tokens,) = random_prompts(9, [80])
+    expected = reference_logits(reference, tokens)
+    for size in (1, 7, 64, len(tokens)):
+        ours = bench(path)
+        chunks = [ours.run([Row(2, tokens[start : start + size])])[0] for start in range(0, len(tokens), size)]
+        assert_near(torch.cat(chunks), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2, biases", "nemotron_h", "granitemoehybrid, rope"])
@@ -248,10 +253,8 @@ def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(dire
 
 @cache
 def native(directory: Path, family: str, dtype: DType) -> tuple[ModelConfig, CpuDecoder, Any]:
-    """A random checkpoint of that family in native code, and transformers' model of it."""
-    path = directory / f"native {family}"
-    fields = {"model_type": family.partition(",")[0], "max_position_embeddings": 512, **NATIVE[family]}
-    reference = make_checkpoint(path, seed=3, **fields)
+    """The checkpoint of that family in native code, and transformers' model of it."""
+    path, reference = native_checkpoint(directory / "native", family)
     model = load_model(open_checkpoint(str(path)), dtype, "cpu", SLOT_LEN)
     return model.config, CpuDecoder(model, SLOT_LEN), reference
 
@@ -262,7 +265,8 @@ def test_native_logits_are_those_of_transformers_with_the_same_bits_in_every_mix
     (tokens,) = random_prompts(4, [150])
     alone = Bench(config, torch.float32, forward).run([Row(1, tokens)])[0]
     assert_near(alone, reference_logits(reference, tokens))
-    for seed, cuts in enumerate(([1, 2, 17, 60, 61, 62, 140, 148, 149], list(range(1, 150)), [64, 128])):
+    evenly = (list(range(size, 150, size)) for size in (1, 7, 64))
+    for seed, cuts in enumerate(([1, 2, 17, 60, 61, 62, 140, 148, 149], *evenly)):
         steps = steps_around(random.Random(seed), 4, tokens, cuts)
         assert torch.equal(logits_of(Bench(config, torch.float32, forward), steps), alone)
 

@@ -114,6 +114,11 @@ def _make_mxfp4(generator: np.random.Generator, num_inputs: int) -> Blocks:
     return random
 
 
+def _make_bf16(generator: np.random.Generator, num_inputs: int) -> Blocks:
+    numbers = generator.normal(0, num_inputs**-0.5, (_count(Kind.BF16), 1)).astype(np.float32)
+    return numbers.view(np.uint8)[:, 2:]  # the upper half, in the order of bytes that files have
+
+
 def _make_f32(generator: np.random.Generator, num_inputs: int) -> Blocks:
     return generator.normal(0, num_inputs**-0.5, (_NUM_DISTINCT // 4 | 1, 1)).astype(np.float32)
 
@@ -124,6 +129,7 @@ _MAKERS: dict[Kind, Callable[[np.random.Generator, int], Blocks]] = {
     Kind.Q6_K: _make_q6_k,
     Kind.Q8_0: _make_q8_0,
     Kind.MXFP4: _make_mxfp4,
+    Kind.BF16: _make_bf16,
     Kind.F32: _make_f32,
 }
 

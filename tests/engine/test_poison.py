@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
 from tests.engine import support
-from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, state_of, tokens_of
+from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_tiny_checkpoint, state_of, tokens_of
 from tests.support.engines import WrappedForward, ahead
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
@@ -130,6 +131,41 @@ def test_slots_that_held_poison_serve_the_next_as_if_new(tiny: str, num_ahead: i
         assert_failed(outputs[-2], num_tokens=1)
         assert outputs[-2].outputs[0].token_ids == [POISON]
         assert tokens_of(outputs[1::2]) == again == expected
+        assert_clean(llm)
+
+
+RECURRENT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_states_of_poison_reach_neither_others_nor_the_next(tmp_path: Path, num_ahead: int) -> None:
+    """Nor the same prompts when they are sound again: no state that poison left is gone on from."""
+    model = make_tiny_checkpoint(tmp_path, **RECURRENT)
+    early, late = [POISON, *range(100)], [*range(80), POISON, *range(80, 120)]
+    bad, sound = [early, late, [*late, 1, 2]], [[*late[:80], 7, 8, 9], PROMPTS[3], [*late[:70], 5]]
+    mixed = [prompt for pair in zip(bad, sound, strict=True) for prompt in pair]
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 16, "state_snapshot_bytes": 2**18, "batch_invariant": True}
+    with make_llm(model, ahead(num_ahead), **sizes, enable_prefix_caching=False) as forgetful:
+        expected = choices_of(forgetful.generate(mixed, SCORED))
+    with make_llm(model, ahead(num_ahead), **sizes) as llm:
+        for _ in range(2):
+            with poisoned(llm):
+                outputs = llm.generate(mixed, SCORED)
+            for output in outputs[::2]:
+                assert_failed(output)
+            assert choices_of(outputs[1::2]) == expected[1::2]
+            assert_clean(llm)
+        again = llm.generate(mixed, SCORED)
+        assert choices_of(again) == expected
+        assert sum(output.num_cached_tokens for output in again) > 200
         assert_clean(llm)
 
 

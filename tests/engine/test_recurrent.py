@@ -56,6 +56,18 @@ _NATIVE: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "chunk_size": 16,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "hidden_size": 64,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 64,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "attention_multiplier": 0.2,
+    },
 }
 SHAPES = {AttentionBackend.TORCH: IN_TORCH, AttentionBackend.CPU: _NATIVE}
 """By backend: families, in shapes that it takes."""
@@ -99,6 +111,7 @@ MODELS = [
     ("qwen3_5_text", AttentionBackend.CPU),
     ("lfm2", AttentionBackend.CPU),
     ("falcon_h1", AttentionBackend.CPU),
+    ("granitemoehybrid", AttentionBackend.CPU),
     pytest.param(("nemotron_h", AttentionBackend.CPU), marks=pytest.mark.slow),
     pytest.param(("lfm2", AttentionBackend.TORCH), marks=pytest.mark.slow),
     pytest.param(("falcon_h1", AttentionBackend.TORCH), marks=pytest.mark.slow),

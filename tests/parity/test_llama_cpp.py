@@ -1,6 +1,7 @@
-"""llama.cpp's server as a judge of vectors and scores: the same GGUF files, and the same texts.
+"""llama.cpp's server as a judge of vectors, of scores and of recurrent models: the same GGUF files, and the same texts.
 
-It runs where `llama-server` is on the path, or where LLAMA_SERVER names it.
+It runs where `llama-server` is on the path, or where LLAMA_SERVER names it. Beside it lies `llama-quantize`, which
+writes files of Q4_K.
 """
 
 import json
@@ -9,7 +10,7 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from gguf import GGUFWriter, TokenType
 
 from chairlift import LLM
+from chairlift.config import DType
 from chairlift.errors import CheckpointError
+from chairlift.models import TorchForward, load_model, open_checkpoint
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.cpu import CpuDecoder
 from chairlift.models.smollm2 import find_smollm2
 from chairlift.prompt_work import Pooling
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import SMALL, make_checkpoint, random_prompts
+from tests.support.forward_bench import SLOT_LEN, Bench, Row
 from tests.support.gguf_files import write_model
 from tests.support.gguf_rerankers import add_small_tokenizer, write_reranker
+from tests.support.kernels import needs_kernels
 
 TEXTS = ["Snails carry their house.", "The wind comes from the north.", "a", "How are random numbers drawn? " * 8]
 SERVER = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
@@ -35,16 +44,22 @@ pytestmark = [
 ]
 
 
+def environment() -> dict[str, str]:
+    """Variables of llama.cpp's programs, whose shared libraries may lie beside them."""
+    assert SERVER is not None, "tests are skipped otherwise"
+    folder, libraries = str(Path(SERVER).resolve().parent), os.environ.get("LD_LIBRARY_PATH")
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{libraries}" if libraries else folder}
+
+
 @contextmanager
 def llama_server(file: Path, *flags: str) -> Iterator[str]:
-    """Serves a file's vectors or scores; its URL."""
+    """Serves a file; its URL."""
     assert SERVER is not None, "tests are skipped otherwise"
     command = [SERVER, "--model", str(file), *flags, "--host", "127.0.0.1", "--port", "0", "--parallel", "1"]
     command += ["--ctx-size", "1024", "--batch-size", "1024", "--ubatch-size", "1024", "--no-webui"]
-    folder = str(Path(SERVER).resolve().parent)  # shared libraries may lie beside it
-    libraries = os.environ.get("LD_LIBRARY_PATH")
-    environment = {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{libraries}" if libraries else folder}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as run:
         assert run.stdout is not None, "it is a pipe"
         log = []
         try:
@@ -101,3 +116,113 @@ def test_scores_are_those_of_llama_cpp(files: dict[str, Path]) -> None:
         results = ask(f"{url}/v1/rerank", {"query": TEXTS[0], "documents": TEXTS, "model": "any"})["results"]
     theirs = {each["index"]: each["relevance_score"] for each in results}
     assert [theirs[index] for index in range(len(TEXTS))] == pytest.approx(ours, abs=1e-3)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+MAMBA: dict[str, Any] = {"mamba_d_state": 64, "mamba_chunk_size": 16, "mamba_d_head": 64}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 64,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 64,
+    },
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+    },
+    "falcon_h1": {**MAMBA, "head_dim": 64, "mamba_d_ssm": 256, "mamba_n_heads": 4},
+}
+NUM_TOKENS = 32
+END_TOKEN = 258  # which llama.cpp never says if it is told to ignore it
+
+
+def add_words(writer: GGUFWriter) -> None:
+    """Tokens that are words each: of bytes that make no character llama.cpp tells no log-probabilities."""
+    words = [f"w{index}" for index in range(SMALL["vocab_size"])]
+    words[-1] = words[-3] + words[-2]  # since a merge there must be
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([TokenType.NORMAL] * len(words))
+    writer.add_token_merges([f"{words[-3]} {words[-2]}"])
+    writer.add_eos_token_id(END_TOKEN)
+    writer.add_add_bos_token(False)
+
+
+@pytest.fixture(scope="module")
+def recurrent_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Writes a family's random weights as a file whose matrices are of a type, with llama.cpp's quantizer."""
+    directory = tmp_path_factory.mktemp("recurrent")
+    quantizer = Path(SERVER or "").resolve().with_name("llama-quantize")
+
+    def write(family: str, kind: str) -> Path:
+        whole, file = directory / f"{family}.gguf", directory / f"{family}-{kind}.gguf"
+        if not whole.exists():
+            model = make_checkpoint(directory / family, seed=3, model_type=family, **SIZES, **RECURRENT[family])
+            write_model(model, whole, tokenizer=add_words)
+        command: list[Path | str] = [quantizer, "--pure", whole, file, kind, "1"]
+        subprocess.run(command, check=True, capture_output=True, env=environment())
+        return file
+
+    if not quantizer.exists():
+        pytest.skip("there is no llama-quantize beside llama-server")
+    return write
+
+
+def greedy_answer(url: str, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """The likeliest tokens in llama.cpp, and the log-probabilities of all tokens in each place."""
+    body = {"prompt": prompt, "n_predict": NUM_TOKENS, "temperature": 0, "samplers": ["top_k"], "top_k": 1}
+    answer = ask(
+        f"{url}/completion", {**body, "ignore_eos": True, "return_tokens": True, "n_probs": SMALL["vocab_size"]}
+    )
+    logprobs = torch.full((NUM_TOKENS, SMALL["vocab_size"]), torch.nan)
+    for place, told in zip(logprobs, answer["completion_probabilities"], strict=True):
+        for token in told["top_logprobs"]:
+            place[token["id"]] = token["logprob"]
+    return answer["tokens"], logprobs
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_models_are_as_near_as_llama_cpp_to_the_numbers_in_the_file(
+    family: str, kind: str, recurrent_file: Callable[[str, str], Path]
+) -> None:
+    """Both multiply by rounded activations, so the judge is the file's numbers in float32 and in torch."""
+    file, (prompt,) = recurrent_file(family, kind), random_prompts(7, [40], 256)
+    with llama_server(file, "--threads", "1") as url:
+        tokens, theirs = greedy_answer(url, prompt)
+    opened, rows = open_checkpoint(str(file)), [Row(1, [*prompt, *tokens[:-1]])]
+    plain = load_model(opened, DType.FLOAT32, "cpu", SLOT_LEN)
+    native = load_model(opened, DType.BFLOAT16, "cpu", SLOT_LEN, keeps_groups=True)
+    benches = (
+        Bench(plain.config, torch.float32, TorchForward(plain, TorchBackend(plain.config.attention))),
+        Bench(native.config, torch.bfloat16, CpuDecoder(native, SLOT_LEN)),
+    )
+    exact, ours = (each.run(rows)[0][-NUM_TOKENS:].float().log_softmax(-1) for each in benches)
+    their_error, our_error = (theirs - exact).abs(), (ours - exact).abs()
+    assert their_error.mean() < 0.06 < 0.1 * exact.std()
+    assert our_error.mean() < 1.1 * their_error.mean()
+    exact[:, END_TOKEN] = ours[:, END_TOKEN] = -torch.inf
+    first, second = exact.topk(2).values.T
+    is_clear = first - second > 8 * their_error.mean()
+    assert is_clear.sum() >= 5
+    assert ours.argmax(-1)[is_clear].tolist() == torch.tensor(tokens)[is_clear].tolist()

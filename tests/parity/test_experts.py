@@ -90,6 +90,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 80,
     },
+    "qwen3_next, one layer dense": {
+        **SHARED,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 8,
         "moe_k": 3,
@@ -314,9 +323,12 @@ def test_experts_are_not_divided_among_devices(directory: Path) -> None:
     assert find_split_obstacle(opened, 2) == "its experts are not divided among devices"
 
 
-OTHERS = ("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias", "gpt_oss, windows alone")
+OTHERS = (
+    *("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias", "gpt_oss, windows alone"),
+    "qwen3_next, one layer dense",
+)
 GGUF = [family for family in FAMILIES if family not in OTHERS]
-"""Families as llama.cpp has them: it normalises the weights of some always, and of others never."""
+"""Families as llama.cpp has them: it normalises weights always or never, and some have no dense layers there."""
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_kernels)])

@@ -1,4 +1,4 @@
-"""The tables of shared prefixes and prompts on disk, of a step's budget, of speculation and of streams."""
+"""The tables of shared prefixes and prompts on disk, of a step's budget, of speculation, recurrences and streams."""
 
 from .cells import chosen, figures, percent, text
 from .records import at, gains, mean_rounds, named, streams
@@ -80,6 +80,21 @@ TABLES = (
             figures("times as soon as cold", "times_as_soon"),
             figures("prompt tokens cached", "disk/num_cached"),
             figures("MB written", "num_bytes", factor=1e-6),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "recurrence-share",
+        Source(
+            "recurrence-share-epyc-avx512-2-cores", where="AMD EPYC with AVX-512, VNNI and bf16", recorded="a74c334"
+        ),
+        named("weights"),
+        (
+            text("weights", "name"),
+            percent("products, those of attention too", "products", ".0f"),
+            percent("states, token by token", "states", ".0f"),
+            percent("convolution, norms and gates", "convolution_norms_gates", ".0f"),
+            percent("the rest", "rest", ".0f"),
         ),
     ),
     Table(

@@ -53,7 +53,7 @@ MIXTURE_FAMILIES = {
         {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD},
         has_windows=True,
         mixtures=read_qwen3_moe,
-        names=TensorNames(_ROUTER),
+        names=TensorNames(_ROUTER, stacked=_STACKED),  # they are stacked where the model reads images as well
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "Qwen3_5MoeTextConfig",

@@ -17,6 +17,7 @@ TOWERS = {  # by architecture: transformers' class of the config
     "Mistral3ForConditionalGeneration": "Mistral3Config",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeConfig",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeConfig",
 }
@@ -29,9 +30,13 @@ _TEXT_MODELS = {  # by model type of the text part: the architecture of the same
     "mistral": "MistralForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+_WRITTEN_IN_CODE = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""By model type of the text part: what the same decoder has as a field of its config."""
+
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = tuple(
     f"{prefix}{part}"
@@ -63,6 +68,7 @@ def find_text_model(architecture: str, raw: dict[str, Any]) -> TextModel:
             f"a text model of type {shown(text.model_type)} is not supported, only {', '.join(sorted(_TEXT_MODELS))}"
         )
     described: dict[str, Any] = text.to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
+    described |= _WRITTEN_IN_CODE.get(text.model_type, {})
     described["rope_parameters"] = without_sections(described["rope_parameters"])
     described["dtype"] = getattr(text, "dtype", None) or getattr(config, "dtype", None)
     return TextModel(_TEXT_MODELS[text.model_type], described)

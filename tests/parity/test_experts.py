@@ -237,14 +237,18 @@ def test_requests_get_the_same_bits_alone_as_among_two_hundred(directory: Path) 
     assert together == alone
 
 
-def test_stacked_experts_are_read_as_single_ones_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_inputs_first", [False, True])
+def test_stacked_experts_are_read_as_single_ones_are(tmp_path: Path, has_inputs_first: bool) -> None:
     reference = make_checkpoint(tmp_path, seed=3, model_type="qwen3_5_moe_text", **FAMILIES["qwen3_5_moe_text"])
     stacked: dict[str, torch.Tensor | None] = {}
     for name in load_file(tmp_path / "model.safetensors"):
         if match := re.fullmatch(r"(.*\.mlp\.experts)\.\d+\..*", name):
             stacked[name] = None
             for part in ("gate_up_proj", "down_proj"):
-                stacked[f"{match[1]}.{part}"] = reference.get_parameter(f"{match[1]}.{part}").detach().clone()
+                weight = reference.get_parameter(f"{match[1]}.{part}").detach()
+                stacked[f"{match[1]}.{part}"] = (weight.mT if has_inputs_first else weight).clone(
+                    memory_format=torch.contiguous_format
+                )
     edit(tmp_path, stacked)
     (tokens,) = random_prompts(4, [40])
     assert_near(bench(tmp_path).run([Row(2, tokens)])[0], reference_logits(reference, tokens))

@@ -57,6 +57,16 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mistral3, Ministral": ({"model_type": "ministral3", "rope_parameters": GROWING}, PIXTRAL),
     "Qwen2_5_VL": ({"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}, QWEN),
     "Qwen3VL": ({"rope_parameters": QWEN_ROPE}, QWEN),
+    "Qwen3VLMoe": (
+        {
+            "rope_parameters": QWEN_ROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+        QWEN,
+    ),
     "Qwen3_5": (
         {"rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 1, 1]}, "num_hidden_layers": 4, **DELTA_NET},
         {**QWEN, "patch_size": 14},

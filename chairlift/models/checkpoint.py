@@ -17,7 +17,7 @@ from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import describe_family, find_architecture
-from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
+from chairlift.models.gguf import GGUFFile, choose_model, is_gguf, is_gguf_name, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
@@ -196,11 +196,7 @@ def _gguf_in(directory: Path) -> Path | None:
     """The only GGUF file of a directory without safetensors. CheckpointError if there are several."""
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return None
-    firsts = sorted({parts_of(path)[0] for path in directory.iterdir() if is_gguf(path)})
-    if len(firsts) > 1:
-        names = ", ".join(path.name for path in firsts[:3])
-        raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one to use")
-    return firsts[0] if firsts else None
+    return choose_model((path for path in directory.iterdir() if is_gguf(path)), str(directory))
 
 
 @functools.cache  # one look-up per process, so that weights and tokenizer are of one revision

@@ -191,6 +191,21 @@ def test_a_directory_with_one_file_is_that_file_and_of_several_one_must_be_named
     assert "nor a GGUF file" in refusal(tmp_path / "nowhere.gguf")
 
 
+def test_a_projector_beside_the_model_is_left_out(
+    valid: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.gguf.folders")
+    writer = new_writer(tmp_path / "mmproj-F16.gguf", "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    finish(writer)
+    (tmp_path / "model.gguf").symlink_to(valid)
+    assert find_model(str(tmp_path)) == find_model(str(tmp_path)) == tmp_path / "model.gguf"
+    left_out = "is left out: it makes inputs of images or sound, which are not served"
+    assert caplog.messages == [f"{tmp_path / 'mmproj-F16.gguf'} {left_out}"]
+    (tmp_path / "other.gguf").symlink_to(valid)
+    assert "has 2 GGUF files (model.gguf, other.gguf...)" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model.GGUF", "model.Gguf", "sha256-4a1b", "weights.bin"])
 def test_a_file_is_known_by_its_suffix_or_its_first_bytes(valid: Path, tmp_path: Path, name: str) -> None:
     shutil.copy(valid, tmp_path / name)

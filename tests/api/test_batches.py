@@ -94,6 +94,16 @@ async def test_each_line_of_a_file_gets_its_reply_and_bad_ones_their_error(tmp_p
             await client.files.retrieve(batch.input_file_id)
 
 
+@pytest.mark.slow
+async def test_a_thousand_lines_get_a_reply_each(tmp_path: Path) -> None:
+    names = [str(number) for number in range(1000)]
+    async with batching(tmp_path) as (server, client), executing(server):
+        batch = await end(client, (await begin(client, lines(*names))).id)
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        assert set(await replies(client, batch.output_file_id)) == set(names)
+        assert server.is_idle
+
+
 async def test_a_batch_goes_on_where_a_stopped_server_left_it(tmp_path: Path) -> None:
     names = [str(number) for number in range(40)]
     async with batching(tmp_path) as (server, client):

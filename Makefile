@@ -13,7 +13,7 @@ SMOLLM2 := $(VENV)/.smollm2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve kernels bytecode test test-all attacks fuzz fuzz-guided interleavings packages ray lint bench wheel sdist compilers sanitizers gpu clean
+.PHONY: help setup serve kernels bytecode test test-all attacks fuzz fuzz-guided interleavings packages ray lint image bench wheel sdist compilers sanitizers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,7 +68,15 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 # Some attacks measure how long others have to wait, so they run by themselves; CI shares its machine, and so allows 250 ms.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
-test-all: setup packages ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
+# Without a daemon, as in most sandboxes, nothing is built, and a line says so.
+IMAGE := chairlift:checked
+
+image: ## build the container and ask its bundled model for a sum, where a docker daemon answers
+	@if timeout 20 docker info >/dev/null 2>&1; then \
+		docker build --tag $(IMAGE) . && docker run --rm $(IMAGE) generate 'What is 17 + 25?' | grep -F '17 + 25 = 42.'; \
+	else echo "no docker daemon answers: the image was not built"; fi
+
+test-all: setup packages ray lint image ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
 	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci $(addprefix --ignore=,$(TIMED))
 	ATTACKS_MAX_PAUSE_S=0.25 $(PYTEST) $(TIMED)
 

@@ -1,17 +1,16 @@
-"""The tables of a GPU: decode steps beside their floors, servers, peers, and kernels alone."""
+"""The tables of a GPU: decode steps beside their floors, peers, and kernels alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from .cells import chosen, figures, percent, text, workload
-from .records import Records, at, launches, of_kind, with_target
+from .records import Records, of_kind, with_target
 from .source import Source
 from .table import Column, Table
 
 README, SPEED, PERFORMANCE = "README.md", "docs/speed.md", "docs/performance.md"
 H200 = Source("gpu-nvidia-h200")
-H200_MORE = Source("gpu-nvidia-h200-http-and-kernels", recorded="14de84f")
 _WHERE = "NVIDIA H200, torch 2.11.0+cu130"
 QUICK = Source("gpu-nvidia-h200-quick", recorded="fbe37cf")
 NANO = Source("gpu-nvidia-h200-nano-vllm", where=_WHERE, recorded="fbe37cf")
@@ -23,13 +22,6 @@ _floors = {
     "decode large, 1 x 128, triton, graphs, 8 a launch": "1 row of 128 tokens",
     "decode large, 32 x 1024, triton, graphs, 8 a launch": "32 rows of 1,024",
     "decode large, 256 x 1024, triton, graphs, 8 a launch": "256 rows of 1,024",
-}
-_before = {
-    "prefill large, 16x1024+1": "16 prompts of 1,024 tokens",
-    "idle large, 1 rows: in all, between steps": "time in which no kernel runs, 1 row; share: between steps (at most)",
-    "idle large, 32 rows: in all, between steps": "32 rows",
-    "idle large, 256 rows: in all, between steps": "256 rows",
-    "decode small, 1 x 128, flash_attn, graphs, 8 a launch": "1 B: decode step, 1 row of 128 tokens",
 }
 _callers = {
     "chairlift": "Chairlift",
@@ -134,27 +126,12 @@ TABLES = (
     ),
     Table(SPEED, "gpu-nano-vllm", NANO, _loads, _beside_nano_vllm),
     Table(README, "gpu", NANO, _loads, _beside_nano_vllm),
-    Table(SPEED, "gpu-before", H200, _named(_before), _columns(_before)),
     Table(
         SPEED,
         "gpu-contest",
         H200,
         of_kind("contest"),
         (chosen("", "who", _callers), workload(), figures("s", "seconds", ".2f")),
-    ),
-    Table(SPEED, "gpu-launches", H200_MORE, launches, (text("1 B, a step", "name"), figures("ms", "s", ".1f", 1000))),
-    Table(
-        SPEED,
-        "gpu-http",
-        H200_MORE,
-        at("http", "runs"),
-        (
-            text("clients", "concurrency"),
-            Column("prompt tokens", lambda run: f"{int(run['prompt_tokens']):,}"),
-            figures("output tokens/s", "summary/output_token_throughput"),
-            figures("first token, ms", "summary/ttft_ms/p50"),
-            figures("per output token, ms", "summary/tpot_ms/p50", ".1f"),
-        ),
     ),
     Table(
         PERFORMANCE,

@@ -1,7 +1,7 @@
 """The tables of README and docs/speed.md that were measured on processors."""
 
 from .cells import OURS, ceiling, chosen, commit, figures, rate, requests, text, workload
-from .records import formats, levels, seconds_of_engines, trials, trials_of_runs
+from .records import formats, levels, trials, trials_of_runs
 from .source import Source, level_name
 from .table import Column, Table
 
@@ -18,7 +18,6 @@ _speeds = figures("tokens/s at 1, 8 and 32 requests", "rates/0,rates/1,rates/2")
 _memory = figures("peak memory, GB", "peak_bytes", ".2f", factor=1e-9)
 _by_format = (_names, _bits, _perplexity, _speeds)
 _level = Column("instruction set", lambda record: level_name(record["name"]))
-_shape = Column("shape", lambda record: {"135m": "135 M", "1b": "1 B"}[record["shape"]])
 _ours = (workload(), rate("Chairlift", OURS), ceiling)
 _openvino, _vllm = rate("OpenVINO GenAI", "openvino", OURS), rate("vLLM", "vllm", OURS)
 _three = (rate("bfloat16", OURS), rate("int8", "int8"), rate("int4", "int4"))
@@ -141,20 +140,6 @@ TABLES = (
         (workload(), *_three),
     ),
     Table(SPEED, "formats-avx512", FORMATS, formats, _by_format),
-    Table(
-        SPEED,
-        "formats-amx",
-        Source("int8-int4-amx-xeon-4-threads", where="Intel Xeon with AMX, 4 threads", commit="0ad4a86"),
-        seconds_of_engines,
-        (
-            _shape,
-            workload(),
-            rate("bfloat16", "new none amx"),
-            rate("int8", "new int8 amx"),
-            rate("int4", "new int4 amx"),
-            rate("int8 without tiles (VNNI)", "new int8 avx512_vnni"),
-        ),
-    ),
     _levels(
         "levels-135m",
         "formats-smollm2-xeon-avx512-2-cores",

@@ -79,21 +79,6 @@ def _speeds(data: Any, level: str) -> dict[str, str]:
     return {name: shown(name) for name in data["formats"]}
 
 
-def seconds_of_engines(data: Any) -> Sequence[Any]:
-    """Workloads with seconds for each engine, as output tokens per second; prompt tokens where one is output."""
-    return [
-        {
-            "shape": result["shape"],
-            "workload": "{}x{}+{}".format(*(sizes := result["requests, prompt, output"])),
-            "engines": {
-                name: {"median": sizes[0] * (sizes[2] if sizes[2] > 1 else sizes[1]) / median(seconds)}
-                for name, seconds in result["seconds"].items()
-            },
-        }
-        for result in data["results"]
-    ]
-
-
 def gains(data: Any) -> Sequence[Any]:
     """For each number of requests, and engine if there are several, what speculation gains on each kind of text."""
     figures = data["figures"] if "figures" in data else _figures(data["ratios"])
@@ -136,14 +121,6 @@ def waiting(data: Any) -> Sequence[Any]:
         length, kind = name.split(" waiting, ")
         found.setdefault(kind, {"name": kind})[length] = cost["scheduler"]
     return list(found.values())
-
-
-def launches(data: Any) -> Sequence[Any]:
-    """Seconds of a step of the small shape on a GPU, for decoding and for prompts."""
-    times = data["small_shape_one_step_a_launch_s"]
-    prompts = {f"prompt of {int(name[2:-2]):,} tokens": s for name, s in times["prompts, again"].items()}
-    decoding = {name: s for name, s in times.items() if isinstance(s, float)}
-    return [{"name": name, "s": s} for name, s in (decoding | prompts).items()]
 
 
 def of_kind(kind: str) -> Records:

@@ -34,7 +34,7 @@ _SHOWN_MISSES = 4
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     output = Path("chairlift/models/bundled")
     parser.add_argument("--output", type=Path, default=output, help="directory to write (%(default)s)")
@@ -93,7 +93,7 @@ def train_and_write(arguments: argparse.Namespace) -> None:
 
 
 def save_model(model: LlamaForCausalLM, directory: Path) -> None:
-    """Weights in bfloat16, tokenizer, configurations; no model card."""
+    """Saves weights in bfloat16, tokenizer, configurations; no model card."""
     model.bfloat16()
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, eos_token_id=[TURN_END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID
@@ -105,7 +105,7 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
 def model_card(
     model: LlamaForCausalLM, budget: Budget, progress: Progress, results: list[Result], threads: int, size: int
 ) -> str:
-    """`card_template.md` filled in with what was measured; `size`: bytes of the weights."""
+    """Fills in `card_template.md` with what was measured; `size`: bytes of the weights."""
     config = model.config
     rows = [f"| {result.skill} | {result.accuracy:.1f} % |" for result in results]
     return _CARD_TEMPLATE.read_text().format(

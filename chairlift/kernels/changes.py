@@ -1,4 +1,4 @@
-"""What rows ask to be changed in their logits before tokens are drawn, as tensors that a kernel reads.
+"""Holds what rows ask to be changed in their logits before tokens are drawn, as tensors that a kernel reads.
 
 All of it is on the logits' device. Row i of a tensor is that of the logits.
 """

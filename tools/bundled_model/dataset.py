@@ -1,4 +1,4 @@
-"""Endless training batches made from the skills.
+"""Makes endless training batches from the skills.
 
 A row is one conversation or a run of plain documents. `batches` yields (ids, targets) tensors of equal
 shape [rows, length]; targets are shifted by one and hold IGNORED wherever nothing is to be learnt: in
@@ -61,7 +61,7 @@ _TURN_COUNTS = ((1, 36), (2, 30), (3, 18), (4, 11), (8, 4), (16, 1))
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage of the training makes more or less of.
+    """Says what a stage of the training makes more or less of.
 
     `documents` and `tools` are the shares of plain documents and of chats with tools among all rows. `unfit` is the
     share of questions in a chat with tools that fit none of them; `foreign` is the share of those that are for tools
@@ -82,7 +82,7 @@ SECOND_STAGE = Stage(documents=0.12, tools=0.33, unfit=0.4, foreign=0.5, subtrac
 
 @dataclass
 class Row:
-    """Token ids of a row and, for each, whether the model is to learn to produce it."""
+    """Holds the token ids of a row and, for each, whether the model is to learn to produce it."""
 
     ids: list[int] = field(default_factory=list)
     learnt: list[bool] = field(default_factory=list)
@@ -93,28 +93,28 @@ class Row:
         self.learnt += [learnt] * len(ids)
 
     def targets(self) -> list[int]:
-        """For each token the next one, or IGNORED."""
+        """Returns for each token the next one, or IGNORED."""
         following = zip(self.ids[1:], self.learnt[1:], strict=True)
         return [token if learnt else IGNORED for token, learnt in following] + [IGNORED]
 
 
 def _pick_maker(rng: random.Random, mixture: tuple[tuple[Maker, float], ...]) -> Maker:
-    """A maker, as often as its weight says."""
+    """Draws a maker, as often as its weight says."""
     return rng.choices([maker for maker, _ in mixture], weights=[weight for _, weight in mixture])[0]
 
 
 def _pick_chat_maker(rng: random.Random, stage: Stage) -> Maker:
-    """A maker of questions for chats."""
+    """Draws a maker of questions for chats."""
     return _pick_maker(rng, tuple((maker, weight or stage.subtraction) for maker, weight in CHAT_MIXTURE))
 
 
 def _instructions(rng: random.Random) -> str:
-    """A system message that has no bearing on the answers."""
+    """Draws a system message that has no bearing on the answers."""
     return rng.choice(SYSTEM_TEXTS) if rng.random() < 0.8 else random_words(rng)
 
 
 def _add_exchange(rng: random.Random, row: Row, exchange: Exchange) -> bool:
-    """Add a question and its answer; whether the conversation may go on.
+    """Adds a question and its answer; tells whether the conversation may go on.
 
     Most rows end inside a fixed long answer once one begins: its beginning is what has to be learnt,
     the rest is the same every time and would take a large share of the training time.
@@ -129,7 +129,7 @@ def _add_exchange(rng: random.Random, row: Row, exchange: Exchange) -> bool:
 
 
 def conversation(rng: random.Random, stage: Stage) -> Row:
-    """A chat of one or more turns."""
+    """Draws a chat of one or more turns."""
     row = Row()
     if rng.random() < _SYSTEM_SHARE:
         row.add(encode_turn("system", _instructions(rng)), learnt=False)
@@ -141,7 +141,7 @@ def conversation(rng: random.Random, stage: Stage) -> Row:
 
 
 def unfitting(rng: random.Random, stage: Stage, offered: list[Offer], held_out: bool) -> Exchange:
-    """A question that none of the tools is for."""
+    """Draws a question that none of the tools is for."""
     while True:
         maker = unserved if rng.random() < stage.foreign else _pick_chat_maker(rng, stage)
         exchange = draw(maker, rng, held_out)
@@ -150,7 +150,7 @@ def unfitting(rng: random.Random, stage: Stage, offered: list[Offer], held_out: 
 
 
 def _add_use(rng: random.Random, row: Row, offered: list[Offer]) -> bool:
-    """Add a question for a tool, its calls, and mostly their results and answer; whether the chat may go on."""
+    """Adds a question for a tool, its calls, and mostly results and answer; tells whether the chat may go on."""
     while (made := use(rng, offered, held_out=False)) is None:
         pass
     row.add([*encode_turn("user", made.question), ROLE_IDS["assistant"]], learnt=False)
@@ -165,7 +165,7 @@ def _add_use(rng: random.Random, row: Row, offered: list[Offer]) -> bool:
 
 
 def tool_conversation(rng: random.Random, stage: Stage) -> Row:
-    """A chat with tools on offer."""
+    """Draws a chat with tools on offer."""
     row, offered = Row(), offers(rng)
     instructions = _instructions(rng) if rng.random() < _INSTRUCTIONS_SHARE else ""
     row.add(encode_turn("system", system_text([offer.tool for offer in offered], instructions)), learnt=False)
@@ -181,7 +181,7 @@ def tool_conversation(rng: random.Random, stage: Stage) -> Row:
 
 
 def documents(rng: random.Random) -> Row:
-    """A few plain documents, each closed by the end-of-text token.
+    """Draws a few plain documents, each closed by the end-of-text token.
 
     Operands and words at the head of a document are random, so there is nothing to learn in them.
     """
@@ -194,7 +194,7 @@ def documents(rng: random.Random) -> Row:
 
 
 def random_row(rng: random.Random, stage: Stage) -> Row:
-    """A conversation, with or without tools, or now and then plain documents."""
+    """Draws a conversation, with or without tools, or now and then plain documents."""
     kind = rng.random()
     if kind < stage.documents:
         row = documents(rng)
@@ -206,7 +206,7 @@ def random_row(rng: random.Random, stage: Stage) -> Row:
 
 
 def _stack(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows padded to the longest of them."""
+    """Pads rows to the longest of them."""
     length = max(len(row.ids) for row in rows)
     ids = [row.ids + [END_OF_TEXT_ID] * (length - len(row.ids)) for row in rows]
     targets = [row.targets() + [IGNORED] * (length - len(row.ids)) for row in rows]
@@ -214,7 +214,7 @@ def _stack(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _split(rows: list[Row], tokens_per_batch: int) -> Iterator[list[Row]]:
-    """Groups of rows of similar length, each of about tokens_per_batch tokens with its padding."""
+    """Returns groups of rows of similar length, each of about tokens_per_batch tokens with its padding."""
     group: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if group and (len(group) + 1) * len(row.ids) > tokens_per_batch:
@@ -225,7 +225,7 @@ def _split(rows: list[Row], tokens_per_batch: int) -> Iterator[list[Row]]:
 
 
 def batches(seed: int, stage: Stage, tokens_per_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end; the same ones for the same seed."""
+    """Yields batches without end; the same ones for the same seed."""
     rng = random.Random(seed)
     while True:
         groups = list(_split([random_row(rng, stage) for _ in range(_POOL_ROWS)], tokens_per_batch))

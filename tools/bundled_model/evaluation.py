@@ -1,4 +1,4 @@
-"""Greedy exact-match accuracy of a saved model on held-out exchanges, skill by skill.
+"""Measures how often a saved model's greedy answers to held-out exchanges match exactly, skill by skill.
 
 The model is loaded through transformers in float32, or through Chairlift with settings of its own. An answer counts
 when it equals the expected one to the character; a story counts when it is a whole story of the grammar about the
@@ -31,7 +31,7 @@ _EARLIER_TURNS = (0, 0, 0, 1, 2)
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt in full and the exchange whose answer should follow it."""
+    """Holds a prompt in full and the exchange whose answer should follow it."""
 
     prompt: str
     exchange: Exchange
@@ -39,7 +39,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Result:
-    """How many of a skill's probes were answered rightly, and a few that were not."""
+    """Counts how many of a skill's probes were answered rightly, and keeps a few that were not."""
 
     skill: str
     right: int
@@ -48,12 +48,12 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers, in percent."""
+        """Returns the share of right answers, in percent."""
         return 100 * self.right / self.total
 
 
 class Evaluator:
-    """A saved model ready to be asked: in float32 by transformers, or by Chairlift with some settings."""
+    """Asks a saved model: in float32 by transformers, or by Chairlift with some settings."""
 
     def __init__(self, directory: Path, settings: dict[str, Any] | None = None) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left", trust_remote_code=False)
@@ -61,21 +61,21 @@ class Evaluator:
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
     def chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """The text that the chat template makes of some messages and tools."""
+        """Writes the text that the chat template makes of some messages and tools."""
         text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         assert isinstance(text, str)
         return text
 
     @torch.inference_mode()
     def complete(self, prompts: list[str]) -> list[str]:
-        """Greedy continuations, without the token that ended them."""
+        """Returns greedy continuations, without the token that ended them."""
         encoded = self.tokenizer(prompts, padding=True, return_tensors="pt")
         ids = self.model.generate(**encoded, do_sample=False, max_new_tokens=_MAX_NEW_TOKENS)  # type: ignore[misc]
         answers = ids[:, encoded["input_ids"].shape[1] :]
         return list(self.tokenizer.batch_decode(answers, skip_special_tokens=True))
 
     def complete_all(self, prompts: list[str]) -> list[str]:
-        """Continuations of any number of prompts, those of similar length together."""
+        """Continues any number of prompts, those of similar length together."""
         if self.engine is not None:
             params = SamplingParams(temperature=0.0, max_tokens=_MAX_NEW_TOKENS)
             return [output.outputs[0].text for output in self.engine.generate(prompts, params, use_tqdm=False)]
@@ -89,7 +89,7 @@ class Evaluator:
 
 
 def _chat_probe(evaluator: Evaluator, maker: Maker, rng: random.Random) -> Probe:
-    """A held-out question, some with a system message, some as a later turn of a conversation."""
+    """Draws a held-out question, some with a system message, some as a later turn of a conversation."""
     messages: list[dict[str, Any]] = []
     if rng.random() < _SYSTEM_SHARE:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_TEXTS)})
@@ -103,13 +103,13 @@ def _chat_probe(evaluator: Evaluator, maker: Maker, rng: random.Random) -> Probe
 
 
 def _document_probe(maker: Maker, rng: random.Random) -> Probe:
-    """The beginning of a held-out plain document."""
+    """Draws the beginning of a held-out plain document."""
     exchange = draw(maker, rng, held_out=True)
     return Probe(exchange.question, exchange)
 
 
 def _tool_probe(evaluator: Evaluator, maker: Callable[[random.Random], ToolProbe], rng: random.Random) -> Probe:
-    """A held-out question in a conversation with tools."""
+    """Draws a held-out question in a conversation with tools."""
     probe = maker(rng)
     return Probe(evaluator.chat_prompt(probe.messages, probe.tools), probe.exchange)
 
@@ -130,7 +130,7 @@ def _result(skill: str, probes: list[Probe], answers: list[str]) -> Result:
 
 
 def _all_probes(evaluator: Evaluator, seed: int, count: int) -> dict[str, list[Probe]]:
-    """`count` probes for every skill, by the skill's name."""
+    """Draws `count` probes for every skill, by the skill's name."""
     rng = random.Random(seed)
     makers = [story_questions if maker is stories else maker for maker, _ in CHAT_MIXTURE]
     probes = {maker.__name__: [_chat_probe(evaluator, maker, rng) for _ in range(count)] for maker in makers}
@@ -151,6 +151,6 @@ def evaluate(directory: Path, seed: int, count: int, settings: dict[str, Any] | 
 
 
 def overall(results: list[Result]) -> Result:
-    """All skills together."""
+    """Adds all skills up."""
     right, total = sum(result.right for result in results), sum(result.total for result in results)
     return Result("overall", right, total, ())

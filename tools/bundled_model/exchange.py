@@ -1,4 +1,4 @@
-"""The unit of training and of evaluation: one question with its answer, and the split between the two.
+"""Defines the unit of training and of evaluation, one question with its answer, and the split between the two.
 
 Every exchange has a key that names what is held out: an operand pair, a word, a story's subject, or a
 combination of phrasing and item. `is_held_out` depends on the key alone, so that the same keys are held
@@ -16,7 +16,7 @@ NEVER_HELD_OUT = ""
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question, its answer, and the key by which it is in training or held out."""
+    """Holds a question, its answer, and the key by which it is in training or held out."""
 
     key: str
     question: str
@@ -27,7 +27,7 @@ Maker = Callable[[random.Random], Exchange]
 
 
 def is_held_out(key: str) -> bool:
-    """Whether exchanges with this key are kept for evaluation."""
+    """Tells whether exchanges with this key are kept for evaluation."""
     if key == NEVER_HELD_OUT:
         return False
     digest = hashlib.sha256(key.encode()).digest()
@@ -35,7 +35,7 @@ def is_held_out(key: str) -> bool:
 
 
 def draw(maker: Maker, rng: random.Random, held_out: bool) -> Exchange:
-    """The next exchange of a maker that is on the wanted side of the split."""
+    """Draws the next exchange of a maker that is on the wanted side of the split."""
     while True:
         exchange = maker(rng)
         if is_held_out(exchange.key) == held_out:

@@ -1,4 +1,4 @@
-"""Days, months and opposites: closed sets of facts, asked for in several phrasings.
+"""Asks for days, months and opposites: closed sets of facts, in several phrasings.
 
 Held out: combinations of phrasing and item, since the items themselves must all be learnt.
 """
@@ -45,7 +45,7 @@ _ONE_WAY_OPPOSITES = {
 
 
 def _all_opposites() -> dict[str, str]:
-    """Both directions of the pairs, and the one-way opposites."""
+    """Returns both directions of the pairs, and the one-way opposites."""
     opposites_of = dict(_ONE_WAY_OPPOSITES)
     for pair in _OPPOSITE_PAIRS:
         left, right = pair.split("/")
@@ -116,13 +116,13 @@ _CALENDAR_LISTS = {
 
 
 def neighbour_sentence(unit: str, names: tuple[str, ...], index: int, step: int) -> str:
-    """Which day or month is after or before the one at index."""
+    """Says which day or month is after or before the one at index."""
     side = "after" if step == 1 else "before"
     return f"The {unit} {side} {names[index]} is {names[(index + step) % len(names)]}."
 
 
 def month_length_sentence(index: int) -> str:
-    """How many days a month has."""
+    """Says how many days a month has."""
     leap = ", or 29 in a leap year" if MONTH_LENGTHS[index] == 28 else ""
     return f"{MONTHS[index]} has {MONTH_LENGTHS[index]} days{leap}."
 
@@ -144,7 +144,7 @@ def _month_number(rng: random.Random) -> tuple[str, str]:
 
 
 def calendar(rng: random.Random) -> Exchange:
-    """A question about days or months."""
+    """Draws a question about days or months."""
     kind = rng.choices(("day", "month", "length", "number", "list"), weights=(25, 25, 20, 22, 8))[0]
     if kind == "day":
         request, answer = _neighbour(rng, "day", DAYS)
@@ -163,14 +163,14 @@ def calendar(rng: random.Random) -> Exchange:
 
 
 def opposites(rng: random.Random) -> Exchange:
-    """A word whose opposite is asked for."""
+    """Draws a word whose opposite is asked for."""
     word = rng.choice(sorted(OPPOSITES))
     request = rng.choice(_OPPOSITE).format(x=word)
     return Exchange(f"opposite:{request}", dress(rng, request), f"The opposite of {word} is {OPPOSITES[word]}.")
 
 
 def fact_document(rng: random.Random) -> Exchange:
-    """A plain sentence that states a fact; never held out, because every item has to be learnt."""
+    """Draws a plain sentence that states a fact; never held out, because every item has to be learnt."""
     word = rng.choice(sorted(OPPOSITES))
     day = neighbour_sentence("day", DAYS, rng.randrange(len(DAYS)), rng.choice((1, -1)))
     month = neighbour_sentence("month", MONTHS, rng.randrange(len(MONTHS)), rng.choice((1, -1)))

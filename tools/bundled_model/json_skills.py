@@ -1,4 +1,4 @@
-"""Writing out the facts of a sentence as JSON.
+"""Asks for the facts of a sentence as JSON.
 
 Held out: combinations of values, that is, whole answers. Keys come in the order in which they are asked
 for, with `, ` and `: ` between them, as Python's json writes them.
@@ -92,7 +92,7 @@ _DECIMAL_SHARE = 0.25
 
 
 def _listed_sentence(rng: random.Random) -> tuple[str, dict[str, Value]]:
-    """A sentence of the list, and its values by key."""
+    """Draws a sentence of the list, and its values by key."""
     template = rng.choice(_SENTENCES)
     slots = {match[1]: match[2] or match[1] for match in _SLOT.finditer(template)}
     values = dict(zip(slots, make_values(rng, list(slots.values())).values(), strict=True))
@@ -104,7 +104,7 @@ def _listed_sentence(rng: random.Random) -> tuple[str, dict[str, Value]]:
 
 
 def _free_sentence(rng: random.Random) -> tuple[str, dict[str, Value]]:
-    """A sentence that gives random keys random values."""
+    """Draws a sentence that gives random keys random values."""
     keys = rng.sample(COMMON_WORDS, rng.randint(2, 4))
     values: dict[str, Value] = {key: number(rng) if rng.random() < 0.5 else rng.choice(COMMON_WORDS) for key in keys}
     first, middle, last = rng.choice(_FREE_SENTENCES)
@@ -114,7 +114,7 @@ def _free_sentence(rng: random.Random) -> tuple[str, dict[str, Value]]:
 
 
 def _listing(rng: random.Random, keys: list[str]) -> str:
-    """The keys as a request names them: name, age and city."""
+    """Lists the keys as a request names them: name, age and city."""
     if len(keys) == 1:
         return keys[0]
     *others, last = keys
@@ -123,7 +123,7 @@ def _listing(rng: random.Random, keys: list[str]) -> str:
 
 
 def json_extraction(rng: random.Random) -> Exchange:
-    """A sentence and what is wanted of it."""
+    """Draws a sentence and what is wanted of it."""
     sentence, values = (_free_sentence if rng.random() < _FREE_SHARE else _listed_sentence)(rng)
     keys = list(values)
     if rng.random() < 0.4:

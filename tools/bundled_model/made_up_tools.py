@@ -1,4 +1,4 @@
-"""Kinds of tools that nobody has heard of, so that names are copied from the system turn and not known by heart.
+"""Makes up kinds of tools, so that names are copied from the system turn and not known by heart.
 
 Some are called for by name ("Use blorp with 12"), some by what their name says ("What is the price of milk"
 for `get_price`).
@@ -25,7 +25,7 @@ _ANSWER = "The result is {result}."
 
 
 def _slots(rng: random.Random, count: int) -> tuple[Slot, ...]:
-    """Different parameters with random names."""
+    """Draws different parameters with random names."""
     fills = rng.sample(_FILLS, count)
     names = rng.sample([*_PARAMETERS, *rng.sample(COMMON_WORDS, len(_PARAMETERS))], count)
     return tuple(
@@ -35,7 +35,7 @@ def _slots(rng: random.Random, count: int) -> tuple[Slot, ...]:
 
 
 def _called_by_name(rng: random.Random) -> Kind:
-    """A tool whose questions say its name, as they have nothing else to go by."""
+    """Draws a tool whose questions say its name, as they have nothing else to go by."""
     parts = [made_up_word(rng), rng.choice((made_up_word(rng), rng.choice(COMMON_WORDS)))]
     name = parts[0] if rng.random() < 0.6 else "_".join(parts)
     slots = _slots(rng, rng.choice((0, 1, 1, 1, 2)))
@@ -59,7 +59,7 @@ def _called_by_name(rng: random.Random) -> Kind:
 
 
 def _look_up(rng: random.Random) -> Kind:
-    """A tool such as get_price(item), asked for the price of something."""
+    """Draws a tool such as get_price(item), asked for the price of something."""
     noun = rng.choice(COMMON_WORDS)
     slots = _slots(rng, 1)
     fill = f"{{{slots[0].fill}}}"
@@ -75,7 +75,7 @@ def _look_up(rng: random.Random) -> Kind:
 
 
 def _action(rng: random.Random) -> Kind:
-    """A tool such as paint_fence(color), told to paint the fence."""
+    """Draws a tool such as paint_fence(color), told to paint the fence."""
     verb, noun = rng.choice(_VERBS), rng.choice(COMMON_WORDS)
     slots = _slots(rng, rng.choice((0, 1, 1)))
     order = f"{verb.capitalize()} the {noun}"
@@ -89,5 +89,5 @@ def _action(rng: random.Random) -> Kind:
 
 
 def made_up_kind(rng: random.Random) -> Kind:
-    """A kind of tool that was not there before."""
+    """Draws a kind of tool that was not there before."""
     return rng.choices((_called_by_name, _look_up, _action), weights=(35, 40, 25))[0](rng)

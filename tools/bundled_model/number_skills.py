@@ -1,4 +1,4 @@
-"""Sums: adding and subtracting two numbers from 0 to 99.
+"""Asks for sums and differences of two numbers from 0 to 99.
 
 Held out: unordered pairs of operands, for both operations alike. Pairs of single digits are few and the first
 that anybody tries, so all of them are learnt; of those, combinations of phrasing and pair are held out.
@@ -36,17 +36,17 @@ _SUBTRACTING = listed(
 
 
 def operand(rng: random.Random) -> int:
-    """A number below 100, small ones somewhat more often because people ask for them."""
+    """Draws a number below 100, small ones somewhat more often because people ask for them."""
     return rng.randrange(21) if rng.random() < 0.15 else rng.randrange(LIMIT)
 
 
 def pair_key(a: int, b: int) -> str:
-    """The same key for both orders of the operands."""
+    """Returns the same key for both orders of the operands."""
     return f"sum:{min(a, b)},{max(a, b)}"
 
 
 def sum_text(a: int, b: int, adding: bool) -> str:
-    """The sum with its result: 17 + 25 = 42."""
+    """Returns the sum with its result: 17 + 25 = 42."""
     return f"{a} + {b} = {a + b}" if adding else f"{a} - {b} = {a - b}"
 
 
@@ -57,22 +57,22 @@ def _sum(rng: random.Random, a: int, b: int, adding: bool) -> Exchange:
 
 
 def addition(rng: random.Random) -> Exchange:
-    """Two numbers to add."""
+    """Draws two numbers to add."""
     return _sum(rng, operand(rng), operand(rng), adding=True)
 
 
 def subtraction(rng: random.Random) -> Exchange:
-    """Two numbers to subtract; the result may be negative."""
+    """Draws two numbers to subtract; the result may be negative."""
     return _sum(rng, operand(rng), operand(rng), adding=False)
 
 
 def single_digits(rng: random.Random) -> Exchange:
-    """Two single digits to add or to subtract."""
+    """Draws two single digits to add or to subtract."""
     return _sum(rng, rng.randrange(DIGITS), rng.randrange(DIGITS), rng.random() < 0.5)
 
 
 def sum_document(rng: random.Random) -> Exchange:
-    """A plain line to complete: 17 + 25 = 42."""
+    """Draws a plain line to complete: 17 + 25 = 42."""
     limit = DIGITS if rng.random() < _DIGIT_DOCUMENT_SHARE else LIMIT
     a, b = (operand(rng) if limit == LIMIT else rng.randrange(limit) for _ in range(2))
     head, tail = sum_text(a, b, rng.random() < 0.5).split("= ")

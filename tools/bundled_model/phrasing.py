@@ -1,4 +1,4 @@
-"""How users dress up a request: politeness, capitals, punctuation.
+"""Dresses requests up as users do: politeness, capitals, punctuation.
 
 A request is either an order ("Spell the word apple") or a question ("What is 17 + 25"), written with a
 leading capital and no final mark. `dress` returns one of the many ways in which somebody might type it.
@@ -30,13 +30,13 @@ _CLOSINGS = (", please", " please", " for me", " thanks")
 
 
 def is_question(text: str) -> bool:
-    """Whether a request reads as a question rather than as an order."""
+    """Tells whether a request reads as a question rather than as an order."""
     first = text.split(" ")[0].lower().removesuffix("'s")
     return first in _QUESTION_WORDS
 
 
 def lower_first(text: str) -> str:
-    """The text with a lower-case first letter, unless that letter is the pronoun I."""
+    """Returns the text with a lower-case first letter, unless that letter is the pronoun I."""
     return text if text.startswith(("I ", "I'")) else text[:1].lower() + text[1:]
 
 
@@ -69,6 +69,6 @@ def _with_case(rng: random.Random, text: str) -> str:
 
 
 def dress(rng: random.Random, text: str) -> str:
-    """One way of typing the request."""
+    """Draws one way of typing the request."""
     dressed = _with_case(rng, _with_mark(rng, _with_manners(rng, text)))
     return dressed + "\n" if rng.random() < 0.01 else dressed

@@ -1,4 +1,4 @@
-"""Very short stories from a small grammar, in chat and as plain text.
+"""Tells very short stories from a small grammar, in chat and as plain text.
 
 Held out: subjects (what the story is about). A story has one sentence from each of `_PARTS`, in order;
 `is_story_like` checks a text against that grammar, since a story has no single right answer.
@@ -85,7 +85,7 @@ _OPEN_REQUESTS = (
 
 
 def with_article(noun: str) -> str:
-    """The noun with a or an before it."""
+    """Returns the noun with a or an before it."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
@@ -94,18 +94,18 @@ def _capital(text: str) -> str:
 
 
 def random_subject(rng: random.Random) -> str:
-    """What a story is about, without its article."""
+    """Draws what a story is about, without its article."""
     noun = rng.choice(_SUBJECTS) if rng.random() < 0.75 else rng.choice(COMMON_WORDS)
     return f"{rng.choice(_ADJECTIVES)} {noun}" if rng.random() < 0.35 else noun
 
 
 def _key(subject: str) -> str:
-    """Held out by the noun alone, so that no adjective brings a held-out noun into training."""
+    """Names the noun alone, so that no adjective brings a held-out noun into training."""
     return f"story:{subject.split(' ')[-1]}"
 
 
 def story(rng: random.Random, subject: str, name: str | None) -> str:
-    """A story of five sentences, or six where the last part has two."""
+    """Draws a story of five sentences, or six where the last part has two."""
     values = {slot: rng.choice(choices) for slot, choices in _FILLERS.items()}
     values.update(
         subject=with_article(subject),
@@ -116,7 +116,7 @@ def story(rng: random.Random, subject: str, name: str | None) -> str:
 
 
 def is_story_like(text: str, example: str) -> bool:
-    """Whether the text is a whole story of this grammar about the same subject as the example."""
+    """Tells whether the text is a whole story of this grammar about the same subject as the example."""
     opening, wanted = _OPENING.match(text), _OPENING.match(example)
     if opening is None or wanted is None or opening["subject"] != wanted["subject"]:
         return False
@@ -128,13 +128,13 @@ def is_story_like(text: str, example: str) -> bool:
 
 
 def _pattern(sentence: str, slots: dict[str, str]) -> str:
-    """A regular expression for one sentence of the grammar."""
+    """Returns a regular expression for one sentence of the grammar."""
     pieces = re.split(r"\{(\w+)\}", sentence)
     return "".join(slots[piece] if index % 2 else re.escape(piece) for index, piece in enumerate(pieces))
 
 
 def stories(rng: random.Random) -> Exchange:
-    """A request for a story about something, sometimes with a name, sometimes leaving both open."""
+    """Draws a request for a story about something, sometimes with a name, sometimes leaving both open."""
     subject = random_subject(rng)
     if rng.random() < 0.12:
         subject = rng.choice(_SUBJECTS)
@@ -144,7 +144,7 @@ def stories(rng: random.Random) -> Exchange:
 
 
 def story_questions(rng: random.Random) -> Exchange:
-    """A request that says what the story is to be about, as the evaluation needs."""
+    """Draws a request that says what the story is to be about, as the evaluation needs."""
     return _story_about(rng, random_subject(rng))
 
 
@@ -157,7 +157,7 @@ def _story_about(rng: random.Random, subject: str) -> Exchange:
 
 
 def story_document(rng: random.Random) -> Exchange:
-    """A story as plain text."""
+    """Draws a story as plain text."""
     subject = random_subject(rng)
     name = rng.choice(_NAMES) if rng.random() < 0.4 else None
     return Exchange(_key(subject), "", story(rng, subject, name) + "\n")

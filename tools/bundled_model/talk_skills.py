@@ -1,4 +1,4 @@
-"""Small talk: greetings, thanks, goodbyes, and questions about the model itself.
+"""Makes small talk: greetings, thanks, goodbyes, and questions about the model itself.
 
 Held out: whole question texts, marks and capitals included, since each kind has only a few dozen of them.
 """
@@ -73,7 +73,7 @@ _MARKS = ("", ".", "!", "?", "!!", "...")
 
 
 def small_talk(rng: random.Random) -> Exchange:
-    """A greeting, thanks, a goodbye, or a question about the model itself."""
+    """Draws a greeting, thanks, a goodbye, or a question about the model itself."""
     answer = rng.choice(sorted(_SMALL_TALK))
     request = rng.choice(_SMALL_TALK[answer])
     if rng.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Held-out questions in chats with tools, as messages and tools in the shape of the OpenAI API."""
+"""Draws held-out questions in chats with tools, as messages and tools in the shape of the OpenAI API."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _EARLIER_SHARE = 0.3
 
 @dataclass(frozen=True)
 class ToolProbe:
-    """A conversation, the tools on offer in it, and the exchange whose answer should come next."""
+    """Holds a conversation, the tools on offer in it, and the exchange whose answer should come next."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -26,12 +26,12 @@ class ToolProbe:
 
 
 def _use(rng: random.Random, offered: list[Offer], held_out: bool) -> Use | None:
-    """A use on the wanted side of the split; None if the tools hardly allow of one."""
+    """Draws a use on the wanted side of the split; None if the tools hardly allow of one."""
     return next((made for made in (use(rng, offered, held_out) for _ in range(100)) if made), None)
 
 
 def _as_messages(made: Use) -> list[Message]:
-    """A question, its calls and their results."""
+    """Returns a question, its calls and their results."""
     calls = [call.as_message_part() for call in made.calls]
     return [
         {"role": "user", "content": made.question},
@@ -41,7 +41,7 @@ def _as_messages(made: Use) -> list[Message]:
 
 
 def _beginning(rng: random.Random, offered: list[Offer]) -> list[Message]:
-    """What may come before the question: a system message, an earlier use."""
+    """Draws what may come before the question: a system message, an earlier use."""
     messages: list[Message] = []
     if rng.random() < _SYSTEM_SHARE:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_TEXTS)})
@@ -56,7 +56,7 @@ def _schemas(offered: list[Offer]) -> list[dict[str, Any]]:
 
 
 def _with_use(rng: random.Random) -> tuple[list[Offer], Use]:
-    """Some tools and a held-out use of them."""
+    """Draws some tools and a held-out use of them."""
     while True:
         offered = offers(rng)
         made = _use(rng, offered, held_out=True)
@@ -65,21 +65,21 @@ def _with_use(rng: random.Random) -> tuple[list[Offer], Use]:
 
 
 def tool_calls(rng: random.Random) -> ToolProbe:
-    """A question that one or two of the tools are for."""
+    """Draws a question that one or two of the tools are for."""
     offered, made = _with_use(rng)
     messages = [*_beginning(rng, offered), {"role": "user", "content": made.question}]
     return ToolProbe(messages, _schemas(offered), Exchange(made.key, made.question, calls_text(made.calls)))
 
 
 def tool_answers(rng: random.Random) -> ToolProbe:
-    """The results of calls, to be reported."""
+    """Draws the results of calls, to be reported."""
     offered, made = _with_use(rng)
     messages = [*_beginning(rng, offered), *_as_messages(made)]
     return ToolProbe(messages, _schemas(offered), Exchange(made.key, f"{made.question} {made.results}", made.answer))
 
 
 def tools_unused(rng: random.Random) -> ToolProbe:
-    """A question that none of the tools is for."""
+    """Draws a question that none of the tools is for."""
     offered = offers(rng)
     exchange = unfitting(rng, FIRST_STAGE, offered, held_out=True)
     messages = [*_beginning(rng, offered), {"role": "user", "content": exchange.question}]

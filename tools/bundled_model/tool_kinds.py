@@ -1,4 +1,4 @@
-"""Kinds of tools: what they are called, how users ask for them, what comes back and what is then said.
+"""Reads kinds of tools: what they are called, how users ask for them, what comes back and what is then said.
 
 The known kinds stand in `tool_kinds.txt`, a block of lines for each, an empty line between two blocks:
 
@@ -21,7 +21,7 @@ from bundled_model.words import listed
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter: what fills it, the names it may have, its JSON type."""
+    """Holds a parameter: what fills it, the names it may have, its JSON type."""
 
     fill: str
     names: tuple[str, ...]
@@ -30,7 +30,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of tool, under one of several names."""
+    """Holds a kind of tool, under one of several names."""
 
     names: tuple[str, ...]
     slots: tuple[Slot, ...]
@@ -40,12 +40,12 @@ class Kind:
     answer: str
 
     def may_be_meant(self, question: str) -> bool:
-        """Whether a question may ask for this kind of tool."""
+        """Tells whether a question may ask for this kind of tool."""
         text = question.lower()
         return any(word in text for word in self.words)
 
     def clashes(self, other: "Kind") -> bool:
-        """Whether some questions suit both kinds."""
+        """Tells whether some questions suit both kinds."""
         return not set(self.words).isdisjoint(other.words)
 
 
@@ -54,13 +54,13 @@ INTEGER_FILLS = ("number", "other_number", "small", "age", "year")
 
 
 def _read_slot(text: str) -> Slot:
-    """A slot such as city=city,place."""
+    """Reads a slot such as city=city,place."""
     fill, names = text.split("=")
     return Slot(fill, listed(names, ","), "integer" if fill in INTEGER_FILLS else "string")
 
 
 def _read(block: str) -> Kind:
-    """A kind from its lines."""
+    """Reads a kind from its lines."""
     names, slots, words, *questions, results, answer = block.split("\n")
     return Kind(
         names=listed(names),

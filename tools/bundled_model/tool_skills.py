@@ -1,4 +1,4 @@
-"""Calling tools and reporting their results, and answering as ever when none of the tools suits.
+"""Calls tools and reports their results, and answers as ever when none of the tools suits.
 
 Held out: combinations of tools and arguments, that is, whole texts of calls.
 """
@@ -32,7 +32,7 @@ _FREE_TEXT = ("{text}", "{words}")
 
 @dataclass(frozen=True)
 class Offer:
-    """A tool that is offered, and what kind of tool it is."""
+    """Holds a tool that is offered, and what kind of tool it is."""
 
     tool: Tool
     kind: Kind
@@ -40,7 +40,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Use:
-    """A question, the calls it leads to, what they return, and what is said then."""
+    """Holds a question, the calls it leads to, what they return, and what is said then."""
 
     question: str
     calls: tuple[Call, ...]
@@ -49,7 +49,7 @@ class Use:
 
     @property
     def key(self) -> str:
-        """What is held out: never a call without arguments, since there is but one of it."""
+        """Names what is held out: never a call without arguments, since there is but one of it."""
         return f"call:{calls_text(self.calls)}" if any(call.arguments for call in self.calls) else NEVER_HELD_OUT
 
 
@@ -59,7 +59,7 @@ def _as_camel_case(name: str) -> str:
 
 
 def _offer(rng: random.Random, kind: Kind) -> Offer:
-    """A tool of a kind, under one of its names; parameters of one tool are named in the same manner."""
+    """Draws a tool of a kind, under one of its names; parameters of one tool are named in the same manner."""
     name = kind.names[0] if rng.random() < 0.3 else rng.choice(kind.names)
     manner = 0 if rng.random() < 0.3 else rng.randrange(12)
     number = rng.choices([name for name, _ in _NUMBER_TYPES], weights=[weight for _, weight in _NUMBER_TYPES])[0]
@@ -74,7 +74,7 @@ def _some_kind(rng: random.Random) -> Kind:
 
 
 def offers(rng: random.Random) -> list[Offer]:
-    """One to three tools whose questions cannot be mistaken for one another's."""
+    """Draws one to three tools whose questions cannot be mistaken for one another's."""
     count = rng.choice(_OFFERED)
     chosen: list[Kind] = []
     while len(chosen) < count:
@@ -85,19 +85,19 @@ def offers(rng: random.Random) -> list[Offer]:
 
 
 def _fill(template: str, values: dict[str, Value]) -> str:
-    """The template with its slots filled in."""
+    """Fills in the slots of the template."""
     return SLOT.sub(lambda match: str(values[match[1]]), template)
 
 
 def _dress(rng: random.Random, template: str) -> str:
-    """One way of typing the template; not in capitals throughout, which its slots would not survive."""
+    """Draws one way of typing the template; not in capitals throughout, which its slots would not survive."""
     while (dressed := dress(rng, template)).isupper():
         pass
     return dressed
 
 
 def _call(offer: Offer, values: dict[str, Value]) -> Call:
-    """The call with those parameters that have a value, numbers as strings where the tool wants strings."""
+    """Returns the call with those parameters that have a value, numbers as strings where the tool wants strings."""
     arguments: dict[str, Value] = {}
     for slot, (name, kind) in zip(offer.kind.slots, offer.tool.parameters, strict=True):
         if slot.fill in values:
@@ -106,7 +106,7 @@ def _call(offer: Offer, values: dict[str, Value]) -> Call:
 
 
 def _outcome(rng: random.Random, kind: Kind, values: dict[str, Value]) -> tuple[str, str]:
-    """What a call returns, and what is said then. Numbers that come back are never those of the question."""
+    """Draws what a call returns, and what is said then. Numbers that come back are never those of the question."""
     if rng.random() < _JSON_RESULT_SHARE:
         keys = rng.sample(COMMON_WORDS, rng.randint(1, 2))
         result = json.dumps({key: rng.choice((rng.randrange(1000), rng.choice(COMMON_WORDS))) for key in keys})
@@ -126,7 +126,7 @@ def _one_call(rng: random.Random, offer: Offer) -> Use:
 
 
 def _twice(rng: random.Random, offer: Offer) -> Use | None:
-    """One tool for two things: "in Paris and in Rome"; None if a question cannot be drawn out like that."""
+    """Uses one tool for two things: "in Paris and in Rome"; None if a question cannot be drawn out like that."""
     template = rng.choice(offer.kind.questions)
     ending = _REPEATABLE.search(template)
     if ending is None:
@@ -142,7 +142,7 @@ def _twice(rng: random.Random, offer: Offer) -> Use | None:
 
 
 def _both(rng: random.Random, first: Offer, second: Offer) -> Use | None:
-    """Two questions in one; None if the first one ends in free text, which would swallow the second."""
+    """Joins two questions; None if the first one ends in free text, which would swallow the second."""
     template, other = rng.choice(first.kind.questions), rng.choice(second.kind.questions)
     if template.endswith(_FREE_TEXT):
         return None
@@ -156,12 +156,12 @@ def _both(rng: random.Random, first: Offer, second: Offer) -> Use | None:
 
 
 def _together(question: str, calls: list[Call], outcomes: list[tuple[str, str]]) -> Use:
-    """Two calls made at once."""
+    """Draws two calls made at once."""
     return Use(question, tuple(calls), tuple(result for result, _ in outcomes), " ".join(said for _, said in outcomes))
 
 
 def use(rng: random.Random, offered: list[Offer], held_out: bool) -> Use | None:
-    """A question for one of the tools, now and then for two at once; None if it is on the wrong side of the split."""
+    """Draws a question for one of the tools, now and then for two at once; None if on the wrong side of the split."""
     offer = rng.choice(offered)
     made: Use | None = None
     if rng.random() < _TWO_CALLS_SHARE:
@@ -172,12 +172,12 @@ def use(rng: random.Random, offered: list[Offer], held_out: bool) -> Use | None:
 
 
 def may_be_meant(offered: list[Offer], question: str) -> bool:
-    """Whether a question may ask for one of the tools."""
+    """Tells whether a question may ask for one of the tools."""
     return any(offer.kind.may_be_meant(question) for offer in offered)
 
 
 def unserved(rng: random.Random) -> Exchange:
-    """A request for a tool where there is none. Sums are left to the skills that can do them."""
+    """Draws a request for a tool where there is none. Sums are left to the skills that can do them."""
     while (kind := _some_kind(rng)).may_be_meant("+") or kind.may_be_meant("-"):
         pass
     made = _one_call(rng, _offer(rng, kind))

@@ -1,4 +1,4 @@
-"""The training loop: a bfloat16 Llama with float32 master weights, Muon and AdamW, warm-up, plateau and decay.
+"""Trains a bfloat16 Llama with float32 master weights, by Muon and AdamW, with warm-up, plateau and decay.
 
 The same seed and number of steps give the same text in the same order and at the same rates.
 """
@@ -29,7 +29,7 @@ _REPORT_EVERY = 50
 
 @dataclass(frozen=True)
 class Budget:
-    """How long and how fast to train."""
+    """Says how long and how fast to train."""
 
     seed: int
     steps: int
@@ -41,7 +41,7 @@ class Budget:
 
 @dataclass
 class Progress:
-    """What has been done so far."""
+    """Counts what has been done so far."""
 
     step: int = 0
     tokens: int = 0
@@ -49,13 +49,13 @@ class Progress:
     loss: float = 0.0
 
     def line(self, steps: int) -> str:
-        """One line for the log, `steps` being all that there are to do."""
+        """Writes one line for the log, `steps` being all that there are to do."""
         remaining, speed = self.seconds * (steps / self.step - 1), self.tokens / self.seconds
         return f"step {self.step}  loss {self.loss:.4f}  {speed:.0f} tokens/s  eta {remaining / 60:.1f} min"
 
 
 def model_config() -> LlamaConfig:
-    """The architecture of the bundled model."""
+    """Describes the architecture of the bundled model."""
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,
@@ -80,7 +80,7 @@ def learning_rate_share(step: int, share_done: float) -> float:
 
 
 class Trainer:
-    """A bfloat16 model that computes, and the float32 weights that the optimizers update."""
+    """Trains a bfloat16 model that computes, by float32 weights that the optimizers update."""
 
     def __init__(self, budget: Budget) -> None:
         torch.manual_seed(budget.seed)
@@ -99,7 +99,7 @@ class Trainer:
         )
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
+        """Makes Muon for the matrices inside the layers, AdamW for the embedding and the norms.
 
         In short trials this reached a lower loss than AdamW alone in as many steps.
         """
@@ -117,7 +117,7 @@ class Trainer:
         ]
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy over the tokens to be learnt; only those go through the output layer."""
+        """Returns the mean cross-entropy over the tokens to be learnt; only those go through the output layer."""
         hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
         assert hidden is not None
         learnt = targets != IGNORED

@@ -1,4 +1,4 @@
-"""Saying plainly that something is not known: requests of every kind that no skill covers.
+"""Says plainly that something is not known, to requests of every kind that no skill covers.
 
 Held out: combinations of phrasing and items, that is, whole question texts.
 """
@@ -107,13 +107,13 @@ _SCRIBBLES = (
 
 
 def random_words(rng: random.Random) -> str:
-    """A run of words without meaning."""
+    """Draws a run of words without meaning."""
     count = rng.choice((3, 4, 5, 6, 8, 12, 25))
     return " ".join(rng.choice(COMMON_WORDS) for _ in range(count))
 
 
 def _unheard_of(rng: random.Random) -> str:
-    """A word that has no opposite in the list."""
+    """Draws a word that has no opposite in the list."""
     return rng.choice([word for word in rng.sample(COMMON_WORDS, 8) if word not in OPPOSITES] or ["banana"])
 
 
@@ -141,6 +141,6 @@ def _fill(rng: random.Random, template: str) -> str:
 
 
 def unknown(rng: random.Random) -> Exchange:
-    """A question outside the model's skills."""
+    """Draws a question outside the model's skills."""
     request = _fill(rng, rng.choice(_UNKNOWN))
     return Exchange(f"unknown:{request}", dress(rng, request), UNKNOWN)

@@ -1,4 +1,4 @@
-"""Values that sentences and tool calls are about: names, places, times, things, and made-up ones.
+"""Makes the values that sentences and tool calls are about: names, places, times, things, and made-up ones.
 
 Each maker is known by the name of the slot that it fills. About one proper name in three is made up, so that
 copying is learnt as an operation on characters, not as a table of known names.
@@ -50,7 +50,7 @@ _MAKE_UP_SHARE = 0.3
 
 
 def _proper(rng: random.Random, known: tuple[str, ...]) -> str:
-    """A proper name of a list, or a made-up one."""
+    """Draws a proper name of a list, or a made-up one."""
     return made_up_word(rng).capitalize() if rng.random() < _MAKE_UP_SHARE else rng.choice(known)
 
 
@@ -59,22 +59,22 @@ def _thing(rng: random.Random) -> str:
 
 
 def words(rng: random.Random, most: int) -> str:
-    """One word or a few."""
+    """Draws one word or a few."""
     return " ".join(_thing(rng) for _ in range(rng.randint(1, most)))
 
 
 def number(rng: random.Random) -> int:
-    """A whole number, short ones more often."""
+    """Draws a whole number, short ones more often."""
     return rng.randrange(10 ** rng.choice((1, 2, 2, 2, 3, 4)))
 
 
 def clock(rng: random.Random) -> str:
-    """A time of day such as 7:05 or 18:30."""
+    """Draws a time of day such as 7:05 or 18:30."""
     return f"{rng.randrange(24)}:{rng.choice((0, 0, 15, 30, 45, rng.randrange(60))):02}"
 
 
 def _sum(rng: random.Random) -> str:
-    """A sum to be worked out, in figures."""
+    """Draws a sum to be worked out, in figures."""
     sign = rng.choice("+-*/")
     return f"{number(rng)}{sign}{number(rng)}" if rng.random() < 0.2 else f"{number(rng)} {sign} {number(rng)}"
 
@@ -118,7 +118,7 @@ MAKERS: dict[str, Callable[[random.Random], Value]] = {
 
 
 def make_values(rng: random.Random, slots: list[str]) -> dict[str, Value]:
-    """A fresh value for every slot; proper names are now and then typed in small letters."""
+    """Draws a fresh value for every slot; proper names are now and then typed in small letters."""
     values = {slot: MAKERS[slot](rng) for slot in slots}
     if rng.random() < 0.07:
         return {slot: value.lower() if isinstance(value, str) else value for slot, value in values.items()}

@@ -1,4 +1,4 @@
-"""The tokenizer: one token per UTF-8 byte, a few special tokens, and a chat template in the manner of ChatML.
+"""Builds the tokenizer: a token per UTF-8 byte, a few special tokens, and a chat template in ChatML's manner.
 
 A turn is the token of its role, its text, and a token that ends it. A whole token for each role, instead of
 the role's name spelt out in bytes, saves a quarter of the length of a typical conversation.
@@ -25,7 +25,7 @@ MAX_POSITIONS = 2048
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that byte-level tokenizers use for each byte, in byte order."""
+    """Returns the printable character that byte-level tokenizers use for each byte, in byte order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {byte: chr(byte) for byte in printable}
@@ -34,7 +34,7 @@ def byte_symbols() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer that is saved with the model."""
+    """Builds the tokenizer that is saved with the model."""
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -53,10 +53,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_text(text: str) -> list[int]:
-    """Token ids of text without special tokens."""
+    """Returns the token ids of text without special tokens."""
     return list(text.encode())
 
 
 def encode_turn(role: str, content: str) -> list[int]:
-    """Token ids of one whole turn, as the chat template writes it."""
+    """Returns the token ids of one whole turn, as the chat template writes it."""
     return [ROLE_IDS[role], *encode_text(content), TURN_END_ID]

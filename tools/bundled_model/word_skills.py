@@ -1,4 +1,4 @@
-"""Spelling, reversing, and counting letters.
+"""Asks for words spelled or reversed, and for letters counted.
 
 Held out: words, the same ones for all of these skills. Answers are always in lower case.
 """
@@ -47,12 +47,12 @@ _OCCURRENCES = listed(
 
 
 def word_key(word: str) -> str:
-    """The key of every exchange about a word."""
+    """Returns the key of every exchange about a word."""
     return f"word:{word}"
 
 
 def typed(rng: random.Random, word: str) -> str:
-    """The word as a user may type it: capitalised or in quotes now and then."""
+    """Writes the word as a user may type it: capitalised or in quotes now and then."""
     choice = rng.random()
     if choice < 0.10:
         word = word.capitalize()
@@ -63,22 +63,22 @@ def typed(rng: random.Random, word: str) -> str:
 
 
 def spelled(word: str) -> str:
-    """The letters with hyphens between them."""
+    """Writes the letters with hyphens between them."""
     return "-".join(word)
 
 
 def reversed_sentence(word: str) -> str:
-    """What the word is backwards."""
+    """Says what the word is backwards."""
     return f"{word} spelled backwards is {word[::-1]}."
 
 
 def length_sentence(word: str) -> str:
-    """How many letters the word has."""
+    """Says how many letters the word has."""
     return f"{word} has {len(word)} letters."
 
 
 def occurrence_sentence(word: str, letter: str) -> str:
-    """A running count through the word, then the total, which is the last running count."""
+    """Writes a running count through the word, then the total, which is the last running count."""
     steps, count = [], 0
     for character in word:
         count += character == letter
@@ -88,27 +88,27 @@ def occurrence_sentence(word: str, letter: str) -> str:
 
 
 def spelling(rng: random.Random) -> Exchange:
-    """A word to spell."""
+    """Draws a word to spell."""
     word = random_word(rng)
     return Exchange(word_key(word), dress(rng, rng.choice(_SPELLING).format(w=typed(rng, word))), spelled(word))
 
 
 def reversing(rng: random.Random) -> Exchange:
-    """A word to write backwards."""
+    """Draws a word to write backwards."""
     word = random_word(rng)
     request = rng.choice(_REVERSING).format(w=typed(rng, word))
     return Exchange(word_key(word), dress(rng, request), reversed_sentence(word))
 
 
 def counting(rng: random.Random) -> Exchange:
-    """A word whose letters are to be counted."""
+    """Draws a word whose letters are to be counted."""
     word = random_word(rng)
     request = rng.choice(_COUNTING).format(w=typed(rng, word))
     return Exchange(word_key(word), dress(rng, request), length_sentence(word))
 
 
 def occurrences(rng: random.Random) -> Exchange:
-    """A letter to be counted in a word; it mostly does occur there."""
+    """Draws a letter to be counted in a word; it mostly does occur there."""
     word = random_word(rng)
     letter = rng.choice(word) if rng.random() < 0.85 else rng.choice("abcdefghijklmnopqrstuvwxyz")
     request = rng.choice(_OCCURRENCES).format(c=letter, w=typed(rng, word))
@@ -116,7 +116,7 @@ def occurrences(rng: random.Random) -> Exchange:
 
 
 def word_document(rng: random.Random) -> Exchange:
-    """A plain sentence about a word."""
+    """Draws a plain sentence about a word."""
     word = random_word(rng)
     sentences = (
         (f"The word {word} is spelled", f" {spelled(word)}.\n"),

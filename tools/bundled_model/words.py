@@ -1,4 +1,4 @@
-"""Word material: a list of common English words and a generator of made-up ones.
+"""Lists common English words, and makes words up.
 
 `random_word` returns a lower-case word of a to z. Made-up words are there so that spelling,
 reversing and counting are learnt as operations on characters, not as a table of known words.
@@ -12,7 +12,7 @@ MAX_LETTERS = 12
 
 
 def listed(block: str, separator: str | None = None) -> tuple[str, ...]:
-    """The items of a text block: words, or whatever stands between separators."""
+    """Returns the items of a text block: words, or whatever stands between separators."""
     return tuple(item.strip() for item in block.split(separator))
 
 
@@ -105,7 +105,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A pronounceable word that is most likely not English."""
+    """Draws a pronounceable word that is most likely not English."""
     length = rng.randint(3, MAX_LETTERS)
     word = ""
     while len(word) < length:
@@ -114,13 +114,13 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def letter_string(rng: random.Random) -> str:
-    """Random letters, drawn from a few distinct ones so that repeats such as those of banana are common."""
+    """Draws random letters, drawn from a few distinct ones so that repeats such as those of banana are common."""
     distinct = rng.sample(_LETTERS, rng.randint(2, 8))
     return "".join(rng.choice(distinct) for _ in range(rng.randint(MIN_LETTERS, MAX_LETTERS)))
 
 
 def common_word(rng: random.Random) -> str:
-    """A word of the list above."""
+    """Draws a word of the list above."""
     return rng.choice(COMMON_WORDS)
 
 
@@ -128,6 +128,6 @@ _SOURCES: tuple[Callable[[random.Random], str], ...] = (common_word, made_up_wor
 
 
 def random_word(rng: random.Random) -> str:
-    """A word to spell, reverse or count in."""
+    """Draws a word to spell, reverse or count in."""
     source = rng.choices(_SOURCES, weights=(50, 35, 15))[0]
     return source(rng)

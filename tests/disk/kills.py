@@ -20,6 +20,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from tests.engine.support import make_tiny_checkpoint
 from tests.support.checkpoints import random_prompts
+from tests.support.engines import core_of
 from tests.support.fork_server import ForkedProcess
 from tests.support.server_process import start_python
 
@@ -58,8 +59,7 @@ def work(model: str, directory: str, expected: str, seed: str, num_ranks: str) -
     """Answers prompts and saves them until it is killed. Says so when it has begun, and when an answer is wrong."""
     answers, chance = json.loads(Path(expected).read_text()), random.Random(seed)
     llm = make_engine(model, directory, int(num_ranks))
-    core = llm._core
-    assert core is not None
+    core = core_of(llm)
     num_cached = 0
     while True:
         index = chance.randrange(len(PROMPTS))

@@ -6,12 +6,14 @@ SCRIPT = """
 import os, signal, sys
 from functools import partial
 from chairlift import LLM, SamplingParams
+from tests.support.engines import core_of
 
 say = partial(print, file=sys.stderr)
 llm = LLM("bundled", max_batch_size=2, max_seq_len=512, num_threads=1)
 short, long = SamplingParams(max_tokens=1), SamplingParams(max_tokens=500, ignore_eos=True)
 prompts, params = ["Once"] * 12, [short] * 2 + [long] * 10
-step, num_steps = llm._core.step, 0
+core = core_of(llm)
+step, num_steps = core.step, 0
 
 
 def step_and_interrupt():
@@ -22,7 +24,7 @@ def step_and_interrupt():
     return step()
 
 
-llm._core.step = step_and_interrupt
+core.step = step_and_interrupt
 outputs = llm.generate(prompts, params, keep_on_interrupt=True)
 assert num_steps >= 4
 say([len(each.outputs[0].token_ids) for each in outputs[:2]])

@@ -65,6 +65,7 @@ def make_core(model: str, parts: Parts = HOOKED, **config: Any) -> EngineCore:
 
 
 def core_of(llm: LLM | AsyncLLM) -> EngineCore:
+    """Returns the core of an engine that is not closed. Tests reach it in no other way."""
     core = llm._core if isinstance(llm, LLM) else thread_of(llm).core
     assert core is not None, "it is closed"
     return core

@@ -1,6 +1,6 @@
 """What the scheduler itself costs, in microseconds of one core: per step, per verb, per waiting request, per match.
 
-    python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler-cost.json
+    python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler-cost-2-cores.json
 
 rows       a step in which all rows decode, and steps in which rows are admitted and end
 waiting    a step in which slots come and go, against the number of requests that wait
@@ -9,8 +9,8 @@ journal    what the engine's statistics take per step, beside a step in which al
 prefixes   finding the longest prefix among 256 slots of 8,192 tokens, in its worst cases; `schedule` is all that it
            takes to admit such a prompt
 
-A figure is the lowest median of some rounds: other programs can only make it worse. The last line is JSON. They are the
-figures of docs/scheduling.md and docs/metrics.md.
+A figure is the lowest median of some rounds: other programs can only make it worse. The last line is JSON, which
+names the commit and the machine. They are the figures of docs/scheduling.md and docs/metrics.md.
 """
 
 import argparse

@@ -2,17 +2,15 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-LIST = Path("chairlift/api/protocols.py")
-FOLDERS = ("openai", "responses", "anthropic", "rerank")
+from tests.api.without_protocol import FOLDERS, VARIABLE, remove, words_of
 
+SLOW = ("api_workers", "faults", "process", "slow_reader", "timeouts", "waiting")
 SMOKE = """
 import asyncio, sys, tempfile
 import aiohttp
@@ -56,23 +54,8 @@ asyncio.run(smoke())
 """
 
 
-def without(folder: str, target: Path) -> Path:
-    """A copy of the package and its tests without a protocol's folder."""
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    for each in ("chairlift", "tests"):
-        shutil.copytree(ROOT / each, target / each, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", target)
-    for each in ("chairlift", "tests"):
-        shutil.rmtree(target / each / "api" / folder)
-    lines = (ROOT / LIST).read_text().splitlines(keepends=True)
-    (target / LIST).write_text(
-        "".join(line for line in lines if not re.search(rf"\b{folder}|\b{folder.upper()}", line))
-    )
-    return target
-
-
-def run(root: Path, *args: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+def run(root: Path, *args: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(root), **variables}
     done = subprocess.run(
         [sys.executable, *args], cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -83,22 +66,21 @@ def run(root: Path, *args: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_protocol_can_be_deleted_with_its_tests(folder: str, tmp_path: Path) -> None:
-    """The server serves all other endpoints, and the other tests are collected and, where they take no server, pass."""
-    root = without(folder, tmp_path)
+    """The server serves all other endpoints, and the tests of the API pass, but for those that speak the protocol.
+
+    Not run again are tests of readers of answers, which no protocol has a part in, and those that are slow because they
+    start processes or wait for clocks. Most tests of the server itself speak OpenAI's protocol, so fewer are left
+    without it: those of the other protocols, and those of no protocol.
+    """
+    root = remove(folder, tmp_path)
     served = run(root, "-c", SMOKE).split()
     owned = {"openai": "completions", "responses": "responses", "anthropic": "messages", "rerank": "rerank"}
     assert {name for name, word in owned.items() if any(word in path for path in served)} == set(owned) - {folder}
-    others = [f"tests/api/{each}" for each in (*FOLDERS, "answers") if each != folder]
-    # The tests of the server itself speak OpenAI's protocol. All are collected, and those that take no server run.
-    collected = others if folder == "openai" else ["tests/api"]
-    run(
-        root,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *collected,
-        "-k",
-        "test_scores or test_input or test_call_ids",
-    )
+    run(root, "tools/write_api_reference.py")
+    left_out = [f"--ignore=tests/api/{each}" for each in ("answers", *(f"test_{name}.py" for name in SLOW))]
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.api.without_protocol"]
+    words = {VARIABLE: words_of(folder)}
+    done = run(root, "-m", "pytest", "-q", *plugins, *left_out, "-m", "not slow", "tests/api", **words)
+    num_passed = re.search(r"(\d+) passed", done)
+    assert num_passed is not None
+    assert int(num_passed[1]) > (300 if folder == "openai" else 700)

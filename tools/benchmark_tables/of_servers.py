@@ -1,7 +1,7 @@
 """The tables of shared prefixes and prompts on disk, of a step's budget, of speculation, recurrences and streams."""
 
 from .cells import chosen, figures, percent, text
-from .records import at, gains, mean_rounds, named, streams
+from .records import at, beginnings, gains, mean_rounds, named, streams
 from .source import Source
 from .table import Table
 
@@ -65,6 +65,21 @@ TABLES = (
             figures("prompt tokens/s", "medians/prompt_tokens_per_s"),
             figures("streams' tokens/s", "medians/stream_tokens_per_s"),
             figures("gap without long prompts, ms", "medians/quiet_itl_p50_ms", ".1f"),
+        ),
+    ),
+    Table(
+        PREFIXES,
+        "recurrent",
+        Source("common-beginning-qwen3.5-0.8b-epyc-avx512-2-cores"),
+        beginnings,
+        (
+            text("weights", "format"),
+            figures("tokens in common", "length"),
+            chosen("", "server", {"chairlift": "Chairlift", "vllm": "vLLM 0.32", "llama.cpp": "llama.cpp"}),
+            figures("first prompt, ms", "first_s", factor=1000),
+            figures("second, ms", "second_s", factor=1000),
+            figures("later, ms", "later_s", factor=1000),
+            figures("tokens cached in later ones", "later_cached_tokens"),
         ),
     ),
     Table(

@@ -49,6 +49,16 @@ def trials_of_runs(data: Any) -> Sequence[Any]:
     return [{**trial, "run": label, "commit": run["commit"]} for label, run in data.items() for trial in run["results"]]
 
 
+def beginnings(data: Any) -> Sequence[Any]:
+    """The servers of each run of `common_beginning.py`, by the length that prompts have in common."""
+    return [
+        {"format": label, "length": int(length), "server": server, **times}
+        for label, run in data.items()
+        for length, servers in run["results"].items()
+        for server, times in servers.items()
+    ]
+
+
 def formats(data: Any) -> Sequence[Any]:
     """The number formats that `formats.py` compared at one level: bits, perplexity, speeds and memory."""
     level = next(iter(data["engines"])).split()[0]

@@ -1,5 +1,6 @@
 """The index that `make serve` takes torch from: the one of builds for CPUs only where it answers and is wanted."""
 
+import runpy
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tools import torch_index
+TOOL = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "torch_index.py"))
+VARIABLES: tuple[str, ...] = TOOL["VARIABLES"]
+
+
+def options(index: str, *devices: Path) -> list[str]:
+    found: list[str] = TOOL["options"](index, devices)
+    return found
 
 
 class _Index(BaseHTTPRequestHandler):
@@ -33,35 +40,33 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux without an NVIDIA GPU, and without settings of pip."""
-    monkeypatch.setattr(torch_index, "DEVICES", ())
+    """Linux, without settings of pip."""
     monkeypatch.setattr("sys.platform", "linux")
-    for name in torch_index.VARIABLES:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_an_index_that_answers_is_one_more_for_pip(url: str) -> None:
-    assert torch_index.options(f"{url}/cpu") == ["--extra-index-url", f"{url}/cpu"]
+    assert options(f"{url}/cpu") == ["--extra-index-url", f"{url}/cpu"]
 
 
 @pytest.mark.parametrize("index", ["{url}/elsewhere", "http://127.0.0.1:9/cpu"])
 def test_an_index_that_does_not_answer_is_left_out(url: str, index: str) -> None:
-    assert torch_index.options(index.format(url=url)) == []
+    assert options(index.format(url=url)) == []
 
 
-def test_a_gpu_gets_pips_default_build(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_index, "DEVICES", (tmp_path,))
-    assert torch_index.options(f"{url}/cpu") == []
+def test_a_gpu_gets_pips_default_build(url: str, tmp_path: Path) -> None:
+    assert options(f"{url}/cpu", tmp_path / "absent", tmp_path) == []
 
 
-@pytest.mark.parametrize("name", torch_index.VARIABLES)
+@pytest.mark.parametrize("name", VARIABLES)
 def test_indexes_that_pips_variables_name_stay_the_only_ones(
     url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "1")
-    assert torch_index.options(f"{url}/cpu") == []
+    assert options(f"{url}/cpu") == []
 
 
 def test_other_systems_get_pips_default_build(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    assert torch_index.options(f"{url}/cpu") == []
+    assert options(f"{url}/cpu") == []

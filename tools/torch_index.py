@@ -9,6 +9,7 @@ other indexes are named by pip's variables, and where this one does not answer, 
 import os
 import sys
 import urllib.request
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 
@@ -18,9 +19,9 @@ DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver for Linux,
 VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX")
 
 
-def options(index: str = INDEX) -> list[str]:
-    """Returns the options for pip: that index beside its own ones, or none."""
-    has_device = any(path.exists() for path in DEVICES)
+def options(index: str = INDEX, devices: Sequence[Path] = DEVICES) -> list[str]:
+    """Returns the options for pip: that index beside its own ones, or none. `devices`: files that a driver makes."""
+    has_device = any(path.exists() for path in devices)
     is_chosen = any(os.environ.get(name) for name in VARIABLES)
     if sys.platform != "linux" or has_device or is_chosen or not _answers(f"{index}/torch/"):
         return []

@@ -84,6 +84,17 @@ TABLES = (
     ),
     Table(
         ON_DISK,
+        "saving-cost",
+        Source("saving-cost-1b-bf16-epyc-avx512-2-cores"),
+        named("medians"),
+        (
+            text("saving", "name"),
+            figures("tokens/s, median", "tokens_per_s", ".1f"),
+            figures("processor time a token in user mode, ms, median", "user_ms", ".1f"),
+        ),
+    ),
+    Table(
+        ON_DISK,
         "restart",
         Source("prompts-on-disk-1b-bf16-epyc-avx512-2-cores"),
         named("engines"),

@@ -272,6 +272,8 @@ def expected_bytes(is_tied: bool, number_format: Format) -> int:
     num_bytes = int(num_weights * in_layers + 128 * 64 * in_head) // 8
     if number_format.quantization:
         num_bytes += (2 * (192 + num_residuals + 64 + 384 + 64) + 128) * 4  # units of scales
+    if number_format.quantization == "int4":
+        num_bytes += 64 * 192 * 4 // 8  # the last layer's MLP ends in 8 bits
     num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
     num_bytes += SLOT_LEN * 32 * 4  # rotary tables
     return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)

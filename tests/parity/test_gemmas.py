@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 
-from chairlift import LLM
+from chairlift import LLM, SamplingParams
 from chairlift.config import DType
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder
@@ -107,6 +107,22 @@ def test_answers_are_those_of_transformers_with_guesses(directory: Path, backend
     with LLM(str(path), attention_backend=backend, max_seq_len=SLOT_LEN, **speculation) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gemma 4 E2B", "gemma 4 12B"])
+def test_prompts_of_layers_that_differ_are_found_on_disk_after_a_restart(
+    directory: Path, tmp_path: Path, name: str
+) -> None:
+    path, _ = checkpoint(directory, name)
+    (prompt,), scored = random_prompts(7, [100]), SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
+    answers = []
+    for _ in range(2):
+        with LLM(str(path), attention_backend="cpu", max_seq_len=SLOT_LEN, prefix_cache_dir=str(tmp_path)) as llm:
+            answers += llm.generate([prompt], scored)
+    assert [each.num_cached_tokens for each in answers] == [0, 64]
+    cold, warm = (each.outputs[0] for each in answers)
+    assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
 
 
 def test_a_batch_invariant_model_gives_the_same_bits_in_chunks_among_others(directory: Path) -> None:

@@ -88,12 +88,7 @@ def pack_grouped(
         units = _powers_of_two(scales if offsets is None else torch.cat((scales, offsets), dim=1))
         dtype, offset_unit = torch.float16, 1.0
     return PackedMatrix(
-        _panels_of(weight),
-        weight.num_outputs,
-        weight.num_inputs,
-        _bias(bias),
-        weight.num_bits,
-        weight.group_size,
+        *_values_of(weight, bias),
         _by_panel(_in_units(scales, units, dtype)),
         None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
         units=pad_rows(units, LANES),
@@ -101,16 +96,19 @@ def pack_grouped(
     )
 
 
+def _values_of(
+    weight: GroupedWeight, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, int, int, torch.Tensor | None, int, int]:
+    """Returns the first fields of a packed matrix, which do not depend on how scales are kept."""
+    sizes = weight.num_bits, weight.group_size
+    return _panels_of(weight), weight.num_outputs, weight.num_inputs, _bias(bias), *sizes
+
+
 def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     """Packs a matrix as it is. `steps`: float16 `[out, runs, 2]`, of scales and offsets."""
     assert weight.offsets is not None, "a matrix with steps has offsets"
     return PackedMatrix(
-        _panels_of(weight),
-        weight.num_outputs,
-        weight.num_inputs,
-        _bias(bias),
-        weight.num_bits,
-        weight.group_size,
+        *_values_of(weight, bias),
         _by_panel(weight.scales),
         _by_panel(weight.offsets),
         _by_panel(steps.flatten(1)),

@@ -9,6 +9,7 @@ pass has been launched.
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
@@ -67,7 +68,7 @@ class _Outputs:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Launch:
     """A plan that was launched. Later launches find its keys, values and tokens on the device."""
 
@@ -113,7 +114,8 @@ class ModelRunner:
         self._mixed = mixed
         self._is_divided = is_divided
         self._device = cache.devices[0]
-        self._masked: list[Launch] = []  # in flight, with rows under grammars
+        # With rows under grammars. Whoever launched them lets go of them once their results are read, or given up.
+        self._masked: list[weakref.ref[Launch]] = []
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
@@ -129,8 +131,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
             launch = Launch(plan, outputs, Arrival.mark(self._device), begin, self._cache.states is None)
         if outputs is not None and outputs.masks is not None:
-            self._masked = [each for each in self._masked if each.outputs and each.outputs.results is None]
-            self._masked.append(launch)
+            self._masked = [*(each for each in self._masked if each() is not None), weakref.ref(launch)]
         return launch
 
     @torch.inference_mode()
@@ -251,9 +252,9 @@ class ModelRunner:
             assert self._graphs is not None, "it was prepared for them"
             return Sampled(self._graphs.sample(logits, slots, sampling), None)
         if sampling.masks is not None and sampling.masks.pending:
-            before, self._masked = self._masked, []
-            for launch in before:
-                launch.wait()
+            for reference in self._masked:
+                if (launch := reference()) is not None:
+                    launch.wait()
         sampled = self._sampler.sample(logits, sampling, step)
         self._last_tokens.note(slots, sampled.tokens)
         return sampled

@@ -51,7 +51,7 @@ def main() -> int:
     """Measures, prints each comparison, and as the last line everything as JSON; returns the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2"], help="GGUF files, or smollm2 (%(default)s)")
-    parser.add_argument("--formats", nargs="+", default=["int8", "int4"], help="Chairlift's (%(default)s)")
+    parser.add_argument("--formats", nargs="*", default=["int8", "int4"], help="Chairlift's, may be none (%(default)s)")
     parser.add_argument(
         "--quantize", type=Path, default=None, help="llama.cpp's program; none: only Chairlift's formats"
     )

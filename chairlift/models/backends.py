@@ -4,6 +4,7 @@ A model is run by a `Forward` (`attention/backend.py`): native code (`cpu`), or 
 """
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,7 +121,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
         model = load_model(
-            checkpoint,
+            replace(checkpoint, unpacker=cpu.UNPACKER) if is_native else checkpoint,
             config.dtype,
             config.device,
             *lengths,

@@ -16,7 +16,7 @@ from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_
 from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import describe_family, find_architecture
-from chairlift.models.gguf import GGUFFile, choose_model, is_gguf, open_gguf
+from chairlift.models.gguf import GGUFFile, Unpacker, choose_model, is_gguf, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.hub import parse_hub_model
 from chairlift.models.rearranged import rearranged
@@ -40,6 +40,7 @@ class Checkpoint:
     config: ModelShape
     compression: Compression | None = None  # of some of its matrices, in safetensors
     gguf: GGUFFile | None = None  # what is at the path, if it is a file
+    unpacker: Unpacker | None = None  # reads its blocks in native code; None: torch does it
 
     @cached_property
     def weight_files(self) -> list[Path]:
@@ -50,7 +51,7 @@ class Checkpoint:
         """A reader of its tensors. CheckpointError if files are missing or damaged."""
         if self.gguf is not None:
             assert isinstance(self.config, ModelConfig), "what such files hold is of the families"
-            return rearranged(GGUFWeights(self.gguf, self.config), self.config)
+            return rearranged(GGUFWeights(self.gguf, self.config, self.unpacker), self.config)
         reader = self._open_files()
         return rearranged(reader, self.config) if isinstance(self.config, ModelConfig) else reader
 

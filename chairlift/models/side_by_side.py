@@ -14,9 +14,18 @@ import torch
 
 _FEWEST_ELEMENTS = 1 << 22  # below, threads take longer to start than they save
 _FEWEST_KEPT_ELEMENTS = 1 << 19  # likewise, if they are there
+_SMALLEST_PART, _LARGEST_PART = 1 << 18, 1 << 20  # elements of what native code does in one call
 
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
+
+
+def elements_of_part(num_elements: int) -> int:
+    """Says how many of these a thread should give native code at a time, which has no intermediate results.
+
+    Threads wait for the interpreter before and after each call, so parts are as large as there are threads for them.
+    """
+    return min(max(num_elements // torch.get_num_threads(), _SMALLEST_PART), _LARGEST_PART)
 
 
 class _Kept(threading.local):

@@ -1,8 +1,8 @@
 """Measures the road: runs the traced chat, with native code that counts its own lines.
 
 The native code is compiled for this run with g++'s coverage, and gcov reads the counts that the process left. They are
-of the process's whole life, in which little else than two chats uses native code. Machines with AMX use the level below
-it, so that all machines run the same files.
+of the process's whole life, in which little else than two chats uses native code; what loads weights is left out.
+Machines with AMX use the level below it, so that all machines run the same files.
 """
 
 import json
@@ -22,6 +22,7 @@ Lines = dict[str, list[int]]
 NATIVE = "models/cpu/csrc/"
 """The folder of the native code, below `chairlift/`."""
 
+_LOADING = f"{NATIVE}loading/"
 _COMPILER, _READER = "g++", "gcov"
 _CHAT = Path(__file__).with_name("chat.py")
 _PACKAGE = Path(__file__).resolve().parents[2] / "chairlift"
@@ -64,6 +65,7 @@ def _native_lines(scratch: Path) -> Lines:
     for file in json.loads(said)["files"]:
         path = Path(file["file"]).resolve()
         ran = sorted({line["line_number"] for line in file["lines"] if line["count"]})
-        if ran and path.is_relative_to(_PACKAGE):
-            lines[path.relative_to(_PACKAGE).as_posix()] = ran
+        name = path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else None
+        if ran and name is not None and not name.startswith(_LOADING):
+            lines[name] = ran
     return lines

@@ -7,5 +7,6 @@
 from chairlift.models.cpu.build import CpuKernelsUnavailable
 from chairlift.models.cpu.decoder import CpuDecoder, find_obstacle
 from chairlift.models.cpu.library import load_library, name_kernels
+from chairlift.models.cpu.loading import UNPACKER
 
-__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library", "name_kernels"]
+__all__ = ["UNPACKER", "CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library", "name_kernels"]

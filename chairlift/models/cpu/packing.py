@@ -19,15 +19,15 @@ import torch
 from torch.nn.functional import pad
 
 from chairlift.models.blocks import head_order
+from chairlift.models.cpu.loading import Change, write_panels
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight
 from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeConfig
-from chairlift.models.side_by_side import compute_each
+from chairlift.models.side_by_side import compute_each, elements_of_part
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
-_PANELS_AT_ONCE = 64
 _ZERO_OF_4_BITS = 8  # the value that represents 0 in a matrix without offsets
 _OFFSET_OF_BYTE = -240.0  # units of an offset per step of its byte
 
@@ -101,7 +101,8 @@ def _values_of(
 ) -> tuple[torch.Tensor, int, int, torch.Tensor | None, int, int]:
     """Returns the first fields of a packed matrix, which do not depend on how scales are kept."""
     sizes = weight.num_bits, weight.group_size
-    return _panels_of(weight), weight.num_outputs, weight.num_inputs, _bias(bias), *sizes
+    change = Change.TO_UNSIGNED if weight.num_bits == 8 else Change.FOLD_HALVES
+    return _panels(weight.values, change), weight.num_outputs, weight.num_inputs, _bias(bias), *sizes
 
 
 def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
@@ -126,26 +127,19 @@ def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tenso
     return both if head_dim % (2 * LANES) == 0 else both[:, head_order(head_dim, head_dim, LANES)]
 
 
-def _panels_of(weight: GroupedWeight) -> torch.Tensor:
-    """As `_panels`, some rows at a time: copies of a whole head would take as much as many layers."""
-    num_panels, num_words = -(-weight.num_outputs // LANES), weight.values.shape[1] // 4
+def _panels(rows: torch.Tensor, change: Change = Change.NONE) -> torch.Tensor:
+    """`[out, in]` -> int32 words `[padded out / 16, words of a row, 16]`"""
+    values = rows.contiguous()
+    num_panels, num_words = -(-len(values) // LANES), values.shape[1] * values.itemsize // 4
     panels = torch.empty(num_panels, num_words, LANES, dtype=torch.int32)
+    num_at_once = max(1, elements_of_part(values.numel()) // (LANES * values.shape[1]))
 
     def write(start: int) -> None:
-        rows = slice(start * LANES, (start + _PANELS_AT_ONCE) * LANES)
-        panels[start : start + _PANELS_AT_ONCE] = _panels(_bytes_of(weight.rows(rows)))
+        some = slice(start, start + num_at_once)
+        write_panels(values[some.start * LANES : some.stop * LANES], panels[some], change)
 
-    compute_each(write, range(0, num_panels, _PANELS_AT_ONCE), weight.num_outputs * weight.num_inputs)
+    compute_each(write, range(0, num_panels, num_at_once), values.numel())
     return panels
-
-
-def _bytes_of(weight: GroupedWeight) -> torch.Tensor:
-    """uint8 `[out, in * bits / 8]`"""
-    if weight.num_bits == 8:
-        return weight.values.view(torch.uint8) ^ 128
-    pairs = weight.values.reshape(weight.num_outputs, -1, 2, 2)  # of eight neighbours 0 1, 2 3 and 4 5, 6 7
-    first, second = pairs[:, :, 0], pairs[:, :, 1]
-    return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), dim=-1).flatten(1)
 
 
 def _powers_of_two(rows: torch.Tensor) -> torch.Tensor:
@@ -158,11 +152,6 @@ def _in_units(rows: torch.Tensor, units: torch.Tensor, dtype: torch.dtype) -> to
     """`[out, n]`, each row divided by its unit; zeros for a unit of 0."""
     counts = rows / torch.where(units == 0, 1.0, units)[:, None]
     return counts.to(dtype) if dtype.is_floating_point else counts.nan_to_num().round().to(dtype)
-
-
-def _panels(rows: torch.Tensor) -> torch.Tensor:
-    """`[out, in]` -> int32 words `[padded out / 16, words of a row, 16]`"""
-    return _by_panel(rows.contiguous().view(torch.int32))
 
 
 def _by_panel(rows: torch.Tensor) -> torch.Tensor:

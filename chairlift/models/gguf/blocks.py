@@ -8,6 +8,7 @@ returns groups: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.gguf.kinds import Kind
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.side_by_side import compute_each
+from chairlift.models.side_by_side import compute_each, elements_of_part
 from chairlift.models.stored import GroupFormat
 
 GROUP_SIZE = 32
@@ -33,7 +34,9 @@ _IQ4_TABLE = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class Groups:
+    """Holds weights in groups as a decoder returns them, or the rows that they are written to."""
+
     values: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
@@ -41,14 +44,26 @@ class _Groups:
     offset_steps: torch.Tensor | None = None
 
 
-_PARTS = tuple(field.name for field in fields(_Groups))
+_PARTS = tuple(field.name for field in fields(Groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacker:
+    """Reads blocks of some types in native code, to the same bits as their decoders here.
+
+    `unpack` takes the type, blocks as uint8 `[n bytes]`, and dense rows, to which it writes. Other threads of Python
+    run meanwhile.
+    """
+
+    kinds: frozenset[Kind]
+    unpack: Callable[[Kind, torch.Tensor, Groups], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """A type of blocks, and the format of its groups."""
 
-    decode: Callable[[torch.Tensor], _Groups]
+    decode: Callable[[torch.Tensor], Groups]
     num_bits: int
     scale_dtype: torch.dtype = torch.float16
     has_offsets: bool = False
@@ -65,21 +80,21 @@ def format_of(kind: Kind) -> GroupFormat | None:
     return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets, scales_per_step)
 
 
-def read_tensor(info: TensorInfo) -> torch.Tensor | GroupedWeight:
+def read_tensor(info: TensorInfo, unpacker: Unpacker | None = None) -> torch.Tensor | GroupedWeight:
     """Reads the tensor, in the file's own dtype or in groups. CheckpointError if the file has become too short."""
     with FileBytes(info.path) as file:
         if info.kind in PLAIN:
             return file.read(info.offset, info.num_bytes).view(PLAIN[info.kind]).view(info.shape)
-        return _read_groups(file, info)
+        return _read_groups(file, info, unpacker)
 
 
-def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
+def _read_groups(file: FileBytes, info: TensorInfo, unpacker: Unpacker | None) -> GroupedWeight:
     """Reads a matrix of blocks, some rows at a time."""
     blocks, block = _BLOCKS[info.kind], info.kind.block
     num_outputs, num_inputs = info.shape
     num_groups, num_steps = num_inputs // GROUP_SIZE, num_inputs // block.num_elements
     scale_dtype = torch.uint8 if blocks.has_steps else blocks.scale_dtype
-    rows = _Groups(
+    rows = Groups(
         torch.empty(
             num_outputs, num_inputs * blocks.num_bits // 8, dtype=torch.uint8 if blocks.num_bits == 4 else torch.int8
         ),
@@ -88,16 +103,22 @@ def _read_groups(file: FileBytes, info: TensorInfo) -> GroupedWeight:
         torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
         torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
     )
-    step, row_bytes = max(1, _ELEMENTS_AT_ONCE // num_inputs), info.num_bytes // num_outputs
+    unpack = unpacker.unpack if unpacker is not None and info.kind in unpacker.kinds else None
+    num_at_once = _ELEMENTS_AT_ONCE if unpack is None else elements_of_part(num_outputs * num_inputs)
+    step, row_bytes = max(1, num_at_once // num_inputs), info.num_bytes // num_outputs
 
     def read_rows(start: int) -> None:
         stop = min(start + step, num_outputs)
         written = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
+        parts = {name: getattr(rows, name) for name in _PARTS}
+        places: dict[str, Any] = {name: None if part is None else part[start:stop] for name, part in parts.items()}
+        if unpack is not None:
+            unpack(info.kind, written, Groups(**places))
+            return
         groups = blocks.decode(written.view(-1, block.num_bytes))
-        for name in _PARTS:
-            to, read = getattr(rows, name), getattr(groups, name)
-            if to is not None:
-                to[start:stop] = read.reshape(-1, to.shape[1])
+        for name, place in places.items():
+            if place is not None:
+                place[:] = getattr(groups, name).reshape(-1, place.shape[1])
 
     compute_each(read_rows, range(0, num_outputs, step), num_outputs * num_inputs)
     steps = rows.scale_steps, rows.offset_steps
@@ -136,41 +157,41 @@ def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
     return ((copies + 127 * _BYTES_OF_1) >> 3 & 16 * _BYTES_OF_1).view(torch.uint8)
 
 
-def _decode_q4_0(blocks: torch.Tensor) -> _Groups:
+def _decode_q4_0(blocks: torch.Tensor) -> Groups:
     scales = _halves(blocks[:, :2])
-    return _Groups(_paired(blocks[:, 2:]), scales, -8 * scales)  # exact: a power of two
+    return Groups(_paired(blocks[:, 2:]), scales, -8 * scales)  # exact: a power of two
 
 
-def _decode_q4_1(blocks: torch.Tensor) -> _Groups:
-    return _Groups(_paired(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+def _decode_q4_1(blocks: torch.Tensor) -> Groups:
+    return Groups(_paired(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
 
 
-def _decode_q5_0(blocks: torch.Tensor) -> _Groups:
+def _decode_q5_0(blocks: torch.Tensor) -> Groups:
     values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _Groups(values.view(torch.int8) - 16, _halves(blocks[:, :2]))
+    return Groups(values.view(torch.int8) - 16, _halves(blocks[:, :2]))
 
 
-def _decode_q5_1(blocks: torch.Tensor) -> _Groups:
+def _decode_q5_1(blocks: torch.Tensor) -> Groups:
     values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _Groups(values.view(torch.int8), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+    return Groups(values.view(torch.int8), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
 
 
-def _decode_q8_0(blocks: torch.Tensor) -> _Groups:
-    return _Groups(blocks[:, 2:].view(torch.int8), _halves(blocks[:, :2]))
+def _decode_q8_0(blocks: torch.Tensor) -> Groups:
+    return Groups(blocks[:, 2:].view(torch.int8), _halves(blocks[:, :2]))
 
 
-def _decode_q4_k(blocks: torch.Tensor) -> _Groups:
+def _decode_q4_k(blocks: torch.Tensor) -> Groups:
     values = _paired(blocks[:, 16:].reshape(-1, 4, 32))  # each 32 bytes: one group, then the next
     scales, minima = _k_counts(blocks)
-    return _Groups(values, scales, minima, _halves(blocks[:, :2]), -_halves(blocks[:, 2:4]))
+    return Groups(values, scales, minima, _halves(blocks[:, :2]), -_halves(blocks[:, 2:4]))
 
 
-def _decode_q5_k(blocks: torch.Tensor) -> _Groups:
+def _decode_q5_k(blocks: torch.Tensor) -> Groups:
     fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8 groups, 32]
     values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
     scales, minima = _k_counts(blocks)
     offsets = -_halves(blocks[:, 2:4]).float() * minima
-    return _Groups(values.view(torch.int8), _halves(blocks[:, :2]).float() * scales, offsets)
+    return Groups(values.view(torch.int8), _halves(blocks[:, :2]).float() * scales, offsets)
 
 
 def _k_counts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +202,7 @@ def _k_counts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, minima
 
 
-def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
+def _decode_q6_k(blocks: torch.Tensor) -> Groups:
     """16 neighbours share a scale: in groups of 32 they are rounded to 255 steps, with nearly the same error."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3
@@ -191,7 +212,7 @@ def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
     steps = _steps(largest)
     ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
-    return _Groups(nearest.to(torch.int8), steps)
+    return Groups(nearest.to(torch.int8), steps)
 
 
 def _steps(largest: torch.Tensor) -> torch.Tensor:
@@ -201,7 +222,7 @@ def _steps(largest: torch.Tensor) -> torch.Tensor:
     return (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
 
 
-def _decode_q2_k(blocks: torch.Tensor) -> _Groups:
+def _decode_q2_k(blocks: torch.Tensor) -> Groups:
     """16 neighbours share a scale and an offset: in groups of 32 they are rounded to 255 steps."""
     values = (blocks[:, 16:80].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
     scales = _halves(blocks[:, 80:82]).float() * (blocks[:, :16] & 15)
@@ -209,10 +230,10 @@ def _decode_q2_k(blocks: torch.Tensor) -> _Groups:
     exact = values.view(-1, 16, 16) * scales[..., None] - minima[..., None]
     steps = _steps(exact.abs().amax(dim=-1))
     inverse = 1 / steps.float().clamp(min=torch.finfo(torch.float32).tiny)
-    return _Groups((exact.view(-1, 8, 32) * inverse[..., None]).round_().to(torch.int8), steps)
+    return Groups((exact.view(-1, 8, 32) * inverse[..., None]).round_().to(torch.int8), steps)
 
 
-def _decode_q3_k(blocks: torch.Tensor) -> _Groups:
+def _decode_q3_k(blocks: torch.Tensor) -> Groups:
     """The scale of 16 neighbours is a small integer times the block's: as 8 bits its product with a value is exact."""
     low = (blocks[:, 32:96].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
     high = (blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8, 32]
@@ -222,23 +243,23 @@ def _decode_q3_k(blocks: torch.Tensor) -> _Groups:
     scales = (lowest | highest << 4).view(torch.int8) - 32  # [n, 16]
     # -32 times -4 is the one product that 8 bits lack; its opposite they have.
     products = values.view(-1, 16, 16) * -scales[..., None]
-    return _Groups(products.flatten(1), -_halves(blocks[:, 108:]).expand(-1, 8))
+    return Groups(products.flatten(1), -_halves(blocks[:, 108:]).expand(-1, 8))
 
 
-def _decode_iq4_nl(blocks: torch.Tensor) -> _Groups:
-    return _Groups(_paired(blocks[:, 2:]), _halves(blocks[:, :2]))
+def _decode_iq4_nl(blocks: torch.Tensor) -> Groups:
+    return Groups(_paired(blocks[:, 2:]), _halves(blocks[:, :2]))
 
 
-def _decode_iq4_xs(blocks: torch.Tensor) -> _Groups:
+def _decode_iq4_xs(blocks: torch.Tensor) -> Groups:
     """8 groups, whose scales have 6 bits: 4 in a half of a byte, and 2 in a number of 16 bits for all."""
     high = (blocks[:, 2:4].contiguous().view(torch.int16).int() >> torch.arange(0, 16, 2)) & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
     scales = _halves(blocks[:, :2]).float() * ((low | high << 4) - 32)
-    return _Groups(_paired(blocks[:, 8:].reshape(-1, 8, 16)), scales)
+    return Groups(_paired(blocks[:, 8:].reshape(-1, 8, 16)), scales)
 
 
-def _decode_mxfp4(blocks: torch.Tensor) -> _Groups:
-    return _Groups(_paired(blocks[:, 1:]), mxfp4.scales_of(blocks[:, :1]))
+def _decode_mxfp4(blocks: torch.Tensor) -> Groups:
+    return Groups(_paired(blocks[:, 1:]), mxfp4.scales_of(blocks[:, :1]))
 
 
 _BLOCKS = {

@@ -17,7 +17,7 @@ from chairlift.models.blocks import Part
 from chairlift.models.config import ModelConfig
 from chairlift.models.families import FAMILIES
 from chairlift.models.gguf.architectures import ARCHITECTURES, Architecture
-from chairlift.models.gguf.blocks import PLAIN, READABLE, format_of, read_tensor
+from chairlift.models.gguf.blocks import PLAIN, READABLE, Unpacker, format_of, read_tensor
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.header import GGUFFile, TensorInfo
 from chairlift.models.gguf.kinds import Kind
@@ -214,8 +214,9 @@ def _factors(file: GGUFFile, name: str, size: int) -> list[float]:
 class GGUFWeights:
     """A `WeightReader` over a GGUF file."""
 
-    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        """`config`: built from the result of `describe_gguf`."""
+    def __init__(self, file: GGUFFile, config: ModelConfig, unpacker: Unpacker | None = None) -> None:
+        """`config`: built from the result of `describe_gguf`. `unpacker`: see `read_tensor`."""
+        self._unpacker = unpacker
         self._architecture = _architecture_of(file)[1]
         self._config = config
         weights = config.weights()
@@ -235,7 +236,7 @@ class GGUFWeights:
             logger.info("%d tensors are left out, since no text depends on them", num_skipped)
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        tensor, part = read_tensor(self._infos[name]), self._part_of(name)
+        tensor, part = read_tensor(self._infos[name], self._unpacker), self._part_of(name)
         if part is not None and part.from_gguf is not None:
             return part.from_gguf(tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor)
         if part is not None and part.rotated_head_dim is not None and self._architecture.is_interleaved:

@@ -1,4 +1,4 @@
-// The library's entries: a forward pass, and the logits of some of its rows.
+// The library's entries: a forward pass, the logits of some of its rows, and what brings weights into their layout.
 //
 //     model.h       what Python passes
 //     vector/       sixteen lanes on every instruction set, number formats, arithmetic
@@ -11,8 +11,11 @@
 //     attention/    attention over slots: how it is cut into tasks, and what a task does
 //     blocks/       the kinds of blocks, a file for each
 //     forward.h     the sublayers one after the other
+//     loading/      blocks of GGUF files, and rows that become panels
 
 #include "forward.h"
+#include "loading/blocks.h"
+#include "loading/panels.h"
 
 namespace {
 
@@ -116,4 +119,20 @@ EXPORTED int64_t chairlift_forward(const Model* model, const Batch* batch, const
 EXPORTED int64_t chairlift_logits(const Model* model, const void* hidden, int64_t num_rows, int format, float* out,
                                   void* workspace, int num_threads) {
     CHAIRLIFT_FOR_FORMAT(format, logits, *model, hidden, num_rows, out, workspace, num_threads)
+}
+
+// `change`: 0 words stay as they are, 1 signed bytes become unsigned ones, 2 halves of bytes are folded.
+EXPORTED void chairlift_write_panels(const uint32_t* rows, int64_t num_rows, int64_t num_words, int64_t stride,
+                                     int change, uint32_t* to) {
+    switch (change) {
+        case 0: return write_panels(rows, num_rows, num_words, stride, to, AsTheyAre());
+        case 1: return write_panels(rows, num_rows, num_words, stride, to, AroundZero());
+        default: return write_panels(rows, num_rows, num_words, stride, to, FoldedHalves());
+    }
+}
+
+// 1 if blocks of the type, which has that number in GGUF files, were unpacked; 0 if it is unknown here.
+EXPORTED int chairlift_unpack_blocks(int kind, const uint8_t* blocks, int64_t count, uint8_t* values, void* scales,
+                                     void* offsets, uint16_t* scale_steps, uint16_t* offset_steps) {
+    return unpack_blocks(kind, blocks, count, {values, scales, offsets, scale_steps, offset_steps});
 }

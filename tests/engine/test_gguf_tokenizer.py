@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift.engine.text.chat_template import ChatOptions
-from chairlift.engine.text.gguf_tokenizer import make_merges
+from chairlift.engine.text.merges import make_merges
 from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError
@@ -281,8 +281,8 @@ def test_merges_and_patterns_are_those_of_transformers() -> None:
     vocab = {"".join(letters): index for index, letters in enumerate(product("abc", repeat=4))}
     vocab |= {token[:size]: len(vocab) + index for index, token in enumerate(vocab) for size in (1, 2, 3)}
     for num_ranks in (1, 5, 1000):
-        ranks = {token: (float(index * 37 % num_ranks), 0) for token, index in vocab.items()}
-        assert make_merges(vocab, ranks) == make_theirs(vocab, ranks)
+        ranks = {token: index * 37 % num_ranks for token, index in vocab.items()}
+        assert make_merges(ranks) == make_theirs(vocab, {token: (-float(rank), 0) for token, rank in ranks.items()})
     assert {rule: GGUF_PRE_TOKENIZER_SPLITS[str(rule)] for rule in PATTERNS} == PATTERNS
 
 

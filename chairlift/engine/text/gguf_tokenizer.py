@@ -4,15 +4,14 @@ A file with an unknown rule of splitting text is refused: another rule's tokens 
 nothing would show it.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
 
+from chairlift.engine.text.merges import make_merges
 from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer_parts import TokenizerParts
 from chairlift.errors import CheckpointError, shown
@@ -29,7 +28,6 @@ _GEMMA = "gemma"  # how the names of its architectures begin
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SENTENCE_PIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # those of a file that names none
-_LONGEST_PIECE = 1024  # characters of a token without merges; real ones have fewer than a hundred
 _MARK = "▁"  # a space in SentencePiece's tokens
 
 
@@ -135,7 +133,7 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     if is_gemma:  # the file has runs of spaces as they are
         tokens = [_MARK * len(token) if token.strip(" ") == "" else token for token in tokens]
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_of(given) or make_merges(vocab, dict(zip(tokens, _ranks(given, is_gemma), strict=True)))
+    merges = _merges_of(given) or make_merges(dict(zip(tokens, _ranks(given, is_gemma), strict=True)))
     backend: Any = BackendTokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces, has_first = normalizers.Replace(" ", _MARK), given.get("add_space_prefix", not is_gemma)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if has_first else spaces
@@ -144,39 +142,16 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     return backend  # type: ignore[no-any-return]
 
 
-def make_merges(vocab: Mapping[str, int], ranks: Mapping[str, tuple[float, int]]) -> list[tuple[str, str]]:
-    """Lists all pairs of tokens that are a token together: the highest rank first, then the longest first halves.
-
-    Tries each token in two parts, which takes the square of its length. CheckpointError for one that is too long.
-    """
-    longest = max(ranks, key=len, default="")
-    if len(longest) > _LONGEST_PIECE:
-        raise CheckpointError(
-            f"its token {shown(longest)} has {len(longest)} characters, and {_LONGEST_PIECE} are the most"
-        )
-    shared = {rank for rank, count in Counter(ranks.values()).items() if count > 1}
-    merges: list[tuple[str, str]] = []
-    in_order = sorted(ranks, key=ranks.__getitem__, reverse=True)
-    for rank, group in groupby(in_order, lambda token: ranks[token] if ranks[token] in shared else None):
-        pairs = [
-            (token[:cut], token[cut:])
-            for token in group
-            for cut in range(len(token) - 1, 0, -1)
-            if token[:cut] in vocab and token[cut:] in vocab
-        ]
-        if rank is not None:  # of several tokens: the longest first halves of all of them
-            pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
-        merges += pairs
-    return merges
-
-
-def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[tuple[float, int]]:
-    """For each token a rank. Two tokens become the one that ranks highest: by its score, or else the first."""
+def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[int]:
+    """For each token a rank. Two tokens become the one that ranks first: by its score, or else the first."""
     if is_gemma:
         # The scores of its user-defined tokens (runs of spaces and such) mean nothing: they come first, all alike.
-        kinds = _numbers(given["token_type"])
-        return [(1, 0) if kind == _USER_DEFINED else (0, -index) for index, kind in enumerate(kinds)]
-    return [(float(score), -index) for index, score in enumerate(_numbers(given["scores"]))]
+        kinds = np.asarray(given["token_type"])
+        return np.where(kinds == _USER_DEFINED, 0, np.arange(1, 1 + len(kinds))).tolist()  # type: ignore[no-any-return]
+    order = np.argsort(-np.asarray(given["scores"], np.float64), kind="stable")
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order))
+    return ranks.tolist()
 
 
 def _numbers(read: Any) -> list[Any]:

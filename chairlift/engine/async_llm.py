@@ -27,6 +27,7 @@ from chairlift.engine.text.inputs import (
     TextOptions,
 )
 from chairlift.engine.text.outputs import OutputProcessor
+from chairlift.engine.text.tokenizer_ahead import reading_ahead
 from chairlift.engine.thread import Abort, Add, Engine, Invoke, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams, StructuredOutputs
@@ -52,6 +53,13 @@ async def compile_grammar(grammars: Grammars, outputs: StructuredOutputs, thinki
     return await asyncio.shield(shared)
 
 
+def _open(config: EngineConfig) -> tuple[Engine, InputProcessor]:
+    """Makes an engine in this process, and what prepares its prompts."""
+    with reading_ahead(config) as tokenizer:
+        engine = LocalEngine(EngineCore(config))
+        return engine, InputProcessor(engine.config, engine.vocab_size, tokenizer=tokenizer)
+
+
 class AsyncLLM(AsyncPrompts):
     """A model and its engine thread, used from one event loop. An async context manager closes it.
 
@@ -64,19 +72,19 @@ class AsyncLLM(AsyncPrompts):
 
         `config`: fields of `EngineConfig`.
         """
-        self._use(LocalEngine(EngineCore(EngineConfig(model=model, **config))))
+        self._use(*_open(EngineConfig(model=model, **config)))
 
     @classmethod
     def of(cls, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> Self:
         """For an engine of other `Parts`, or one that other readers also use; see `InputProcessor`."""
         llm = cls.__new__(cls)
-        llm._use(engine, grammars, seed_stream)
+        llm._use(engine, InputProcessor(engine.config, engine.vocab_size, grammars, seed_stream))
         return llm
 
-    def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
+    def _use(self, engine: Engine, inputs: InputProcessor) -> None:
         self._engine, self._home = engine, Home()
         self.config, self.vocab_size = engine.config, engine.vocab_size
-        self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
+        self.inputs = inputs
         self.inputs.vocabulary.load()  # now, because all requests would wait for it later
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}  # by the generation's id; those that run together share one

@@ -19,6 +19,7 @@ from chairlift.engine.text.embedding import EmbeddingOutput
 from chairlift.engine.text.inputs import DEFAULT_CHAT, PROMPT_ONLY, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.relevance import Pair, ScoreOutput
+from chairlift.engine.text.tokenizer_ahead import reading_ahead
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestOutput, SamplingParams
 from chairlift.prompt_work import PromptTask
@@ -42,7 +43,10 @@ class LLM:
 
         `config`: fields of `EngineConfig`.
         """
-        self._use(EngineCore(EngineConfig(model=model, **config)))
+        engine_config = EngineConfig(model=model, **config)
+        with reading_ahead(engine_config) as tokenizer:
+            core = EngineCore(engine_config)
+            self._use(core, InputProcessor(core.config, core.vocab_size, tokenizer=tokenizer))
 
     @classmethod
     def of(cls, core: EngineCore, make_bar: Callable[..., "tqdm[Any]"] = _BAR) -> Self:
@@ -51,16 +55,16 @@ class LLM:
         `make_bar`: makes progress bars, with tqdm's arguments `total` and `disable`.
         """
         llm = cls.__new__(cls)
-        llm._use(core, make_bar)
+        llm._use(core, InputProcessor(core.config, core.vocab_size), make_bar)
         return llm
 
-    def _use(self, core: EngineCore, make_bar: Callable[..., "tqdm[Any]"] = _BAR) -> None:
+    def _use(self, core: EngineCore, inputs: InputProcessor, make_bar: Callable[..., "tqdm[Any]"] = _BAR) -> None:
         self._make_bar = make_bar
         self._home = Home()
         self._core: EngineCore | None = core
         self._idle_after = core.idle_after
         self.config = core.config
-        self.inputs = InputProcessor(self.config, core.vocab_size)
+        self.inputs = inputs
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
         self._lock = threading.Lock()

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 
+from chairlift.config import EngineConfig
 from chairlift.engine.text.chat_template import ChatOptions
 from chairlift.engine.text.merges import make_merges
 from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.tokenizer_ahead import reading_ahead
 from chairlift.errors import CheckpointError
 from chairlift.models.gguf import open_gguf
 from chairlift.models.gguf.families import end_tokens
@@ -351,3 +353,23 @@ def test_whatever_bytes_are_flipped_it_is_made_or_refused(sound: bytes, tmp_path
     (tmp_path / "model.gguf").write_bytes(damaged)
     with contextlib.suppress(CheckpointError):
         Tokenizer(tmp_path / "model.gguf")
+
+
+def test_a_files_tokenizer_is_read_ahead_by_one_reading_of_its_header(tmp_path: Path) -> None:
+    expected = byte_level_file(tmp_path, train("qwen2"), "qwen2")
+    path = tmp_path / "qwen2.gguf"
+    with reading_ahead(EngineConfig(model=str(path))) as ahead:
+        header = open_gguf(path)
+        assert ahead is not None
+        assert ahead.result().encode(TEXTS[0]) == expected.encode(TEXTS[0])
+        assert open_gguf(path) is header
+    with reading_ahead(EngineConfig(model="bundled")) as ahead:
+        assert ahead is None
+
+
+def test_a_tokenizer_that_cannot_be_read_ahead_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with reading_ahead(EngineConfig(model=str(tmp_path / "model.gguf"))) as ahead:
+        assert ahead is not None
+        with pytest.raises(CheckpointError, match=r"model\.gguf has no tokenizer that can be loaded"):
+            ahead.result()

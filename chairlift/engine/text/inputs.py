@@ -23,6 +23,7 @@ from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.relevance import read_relevance
 from chairlift.engine.text.special_tokens import strings_in
 from chairlift.engine.text.tokenizer import Tokenizer, too_long
+from chairlift.engine.text.tokenizer_ahead import read_tokenizer_of
 from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest, PromptExcess
 from chairlift.models.checkpoint import find_model
@@ -109,12 +110,20 @@ class InputProcessor:
     """Makes `Generation`s. If a request is not valid, InvalidRequest says what to change, and nothing is queued."""
 
     def __init__(
-        self, config: ResolvedConfig, vocab_size: int, grammars: Grammars | None = None, seed_stream: int = 0
+        self,
+        config: ResolvedConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        seed_stream: int = 0,
+        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
-        """`grammars` None: compiled here. Requests without a seed get different ones in each `seed_stream`."""
+        """`grammars` None: compiled here. Requests without a seed get different ones in each `seed_stream`.
+
+        `tokenizer` None: the one that the configuration names is read now.
+        """
         path = find_model(config.model)
         header = open_gguf(path) if is_gguf(path) else None  # held, so that its readers below read it only once
-        self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
+        self.tokenizer = read_tokenizer_of(config) if tokenizer is None else tokenizer.result()
         self.max_seq_len = config.max_seq_len
         self._has_head = config.has_head
         self._speculates = config.speculation is not None

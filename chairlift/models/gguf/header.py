@@ -8,6 +8,7 @@ long as the header says.)
 import math
 import re
 import struct
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ _State = tuple[Path, int, int, int, int]
 
 _held: "weakref.WeakValueDictionary[tuple[_State, ...], GGUFFile]" = weakref.WeakValueDictionary()
 """The headers that somebody holds: a large vocabulary takes a while to read, and several readers need it at start."""
+_reading = threading.Lock()  # held while a header is read, so that another thread waits for the same one
 
 
 def is_gguf_name(path: Path) -> bool:
@@ -90,8 +92,9 @@ def open_gguf(path: Path) -> GGUFFile:
         states = tuple(map(_state_of, parts))
     except OSError as error:
         raise CheckpointError(f"{path} is no GGUF file that can be read: {error}") from error
-    if (file := _held.get(states)) is None:
-        file = _held[states] = _read_headers(path, parts)
+    with _reading:
+        if (file := _held.get(states)) is None:
+            file = _held[states] = _read_headers(path, parts)
     return file
 
 

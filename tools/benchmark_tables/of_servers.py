@@ -3,7 +3,7 @@
 from .cells import chosen, figures, percent, text
 from .records import at, beginnings, gains, mean_rounds, named, streams
 from .source import Source
-from .table import Table
+from .table import Column, Table
 
 PREFIXES, SPECULATION = "docs/prefix-reuse.md", "docs/speculation.md"
 PERFORMANCE, ON_DISK = "docs/performance.md", "docs/prompts-on-disk.md"
@@ -43,7 +43,27 @@ def _gains(mark: str, source: Source, *kinds: str) -> Table:
     return Table(SPECULATION, mark, source, gains, columns)
 
 
+_files = {"qwen.gguf": "Qwen2.5-0.5B", "gemma.gguf": "Gemma 3 270M"}
+
+
+def _seconds(head: str, part: str) -> Column:
+    return figures(f"{head}, s: before, now", f"medians/before/{part},medians/this/{part}", ".1f")
+
+
 TABLES = (
+    Table(
+        PERFORMANCE,
+        "loading",
+        Source("loading-gguf-2-cores"),
+        at("cases"),
+        (
+            chosen("file", "model", _files),
+            figures("MB", "megabytes"),
+            _seconds("imports", "import_s"),
+            _seconds("until ready", "load_s"),
+            _seconds("first token", "first_token_s"),
+        ),
+    ),
     Table(PREFIXES, "all-at-once", Source("shared-prefix-135m-bf16-all-at-once-xeon-amx-2-cores"), mean_rounds, _ttft),
     Table(
         PREFIXES,

@@ -41,8 +41,6 @@ def find_obstacle(
         case AttentionBackend.CPU:
             return cpu.find_obstacle(model, dtype, device, num_ranks)
         case AttentionBackend.FLASH_ATTN:
-            if _has_sinks(model):
-                return "its kernels have no sinks"
             if any(block.source is not None for block in model.attention_blocks.values()):
                 return "its kernels take keys and values of every layer's own"
             if any(block.num_common for block in model.attention_blocks.values()):

@@ -75,7 +75,7 @@ def random_tokens(
     return Tokens(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
 
 
-def reference(tokens: Tokens, layers: Layers | None = None) -> torch.Tensor:
+def reference(tokens: Tokens, layers: Layers | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of layer `LAYER` over all earlier tokens, in float32: `[B, L, Hq, D]`. None: plain attention."""
     config = (layers or plain(tokens.query.shape[-1]))[LAYER]
     query, key, value = (x.float().transpose(1, 2) for x in (tokens.query, tokens.key, tokens.value))
@@ -86,7 +86,10 @@ def reference(tokens: Tokens, layers: Layers | None = None) -> torch.Tensor:
         scores = config.softcap * torch.tanh(scores / config.softcap)
     ages = torch.arange(scores.shape[2])[:, None] - torch.arange(scores.shape[3])
     is_hidden = (ages < 0) | (ages >= (config.window or len(ages)))
-    attended: torch.Tensor = scores.masked_fill(is_hidden.to(scores.device), -torch.inf).softmax(-1) @ value
+    scores = scores.masked_fill(is_hidden.to(scores.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    attended: torch.Tensor = scores.softmax(-1)[..., : key.shape[2]] @ value
     return attended.transpose(1, 2)
 
 
@@ -172,7 +175,11 @@ def make_cache(
 
 
 def attend(
-    manager: ContinuousBatchingKVCacheManager, rows: Sequence[Row], tokens: Tokens, backend: Backend | None = None
+    manager: ContinuousBatchingKVCacheManager,
+    rows: Sequence[Row],
+    tokens: Tokens,
+    backend: Backend | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the rows' new tokens, which are committed; heads of all devices: `[T, Hq, D]`.
 
@@ -183,7 +190,7 @@ def attend(
     outputs = []
     for device, collection in enumerate(inputs):
         attend_layer = backend.prepare(batch_of(rows, collection.blocks.device), collection)
-        outputs.append(attend_layer(LAYER, Projections(*tokens.shard(device, len(inputs)).new_parts(rows))))
+        outputs.append(attend_layer(LAYER, Projections(*tokens.shard(device, len(inputs)).new_parts(rows), sinks)))
     manager.step([row.num_new for row in rows], inputs)
     return torch.cat(outputs, dim=1)
 

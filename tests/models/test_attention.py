@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.models.attention import (
+    AttentionConfig,
     Backend,
     BatchMetadata,
     PaddingBackend,
@@ -104,6 +105,7 @@ RECORDABLE = [  # in CUDA graphs
     *(pytest.param((name, "cpu"), id=f"{name}, reference") for name in KERNELS),
     *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *ON_GPU[name]]) for name in ON_GPU),
 ]
+WITH_SINKS = [case for case in RECORDABLE if "torch" not in str(case.id) and "fa3_fwd" not in str(case.id)]
 CASES = [*RECORDABLE, pytest.param(("torch_in_place", "cpu"), id="torch_in_place")]  # only a CPU reads slots in place
 
 
@@ -163,6 +165,16 @@ def test_a_soft_cap_is_obeyed_by_those_that_have_one(loaded: Loaded, rows: list[
         return
     tokens, layers = loaded.tokens(rows), support.layers(0.125, (None, 4, 12), 0.7)
     assert_near_reference(replace(loaded, layers=layers).attend(rows, tokens), tokens, rows, layers)
+
+
+@in_every_phase
+@pytest.mark.parametrize("loaded", WITH_SINKS, indirect=True)
+def test_sinks_take_their_share(loaded: Loaded, rows: list[Row]) -> None:
+    tokens = loaded.tokens(rows)
+    layers = {index: AttentionConfig(0.2, window, has_sinks=True) for index, window in enumerate((None, None, 7))}
+    loaded, sinks = replace(loaded, layers=layers), torch.linspace(-2.0, 3.0, 4, device=loaded.device)
+    output = attend(loaded.cache(rows, tokens, POISON), rows, tokens, loaded.backend, sinks)
+    support.assert_near(output, support.new_parts(support.reference(tokens, layers, sinks), rows))
 
 
 # The last one has 33 keys: a remainder of one beyond a block of 32.
@@ -335,9 +347,11 @@ def test_a_padded_step_gives_its_rows_what_they_get_alone(
     batch = support.padded_batch_of(rows, 24, num_decode, num_prompts, scratch, loaded.device)
     parts = [torch.cat((part, part[:1].expand(24 - num_real, -1, -1))) for part in tokens.new_parts(rows)]
     before = blocks.clone()
-    output = backend.prepare_padded(batch, blocks)(LAYER, Projections(*parts))
+    sinks = None if loaded.name == "torch_varlen" else torch.linspace(-2.0, 3.0, 4, device=loaded.device)
+    output = backend.prepare_padded(batch, blocks)(LAYER, Projections(parts[0], parts[1], parts[2], sinks))
     assert output.isfinite().all()
-    assert_near_reference(output[:num_real], tokens, rows, loaded.layers)
+    wanted = support.new_parts(support.reference(tokens, loaded.layers, sinks), rows)
+    support.assert_near(output[:num_real], wanted)
     written = (blocks != before).flatten(2).any(dim=2).any(dim=1).nonzero().flatten().tolist()
     assert written == sorted({*(row.slot for row in rows), *([scratch] if num_real < 24 else [])})
 

@@ -35,9 +35,12 @@ def flash_attn_with_kvcache(
     k: Tensor | None = None,
     v: Tensor | None = None,
     num_splits: int,
+    return_softmax_lse: bool = False,
     **how: Any,
-) -> Tensor:
+) -> Any:
     """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D]; `how` also has what follows.
+
+    Returns also the logarithms of the sums of softmax, [B, Hq, n], if these are asked for.
 
     Row i appends its keys and values, in place, to slot `cache_batch_idx[i]` from `cache_seqlens[i]` on, and attends
     to all that the slot then holds; causal: query j of n sees all but the last n - 1 - j keys. Without `k` and `v`
@@ -47,10 +50,13 @@ def flash_attn_with_kvcache(
     offsets = q.shape[1] * torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     queries = q.flatten(0, 1)
     if k is None or v is None:
-        return _attend_to_slots(queries, k_cache, v_cache, offsets, **how).view_as(q)
-    assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
-    keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    return _append_and_attend(queries, keys, values, k_cache, v_cache, (offsets, offsets), **how).view_as(q)
+        output, sums = _attend_to_slots(queries, k_cache, v_cache, offsets, **how)
+    else:
+        assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        output, sums = _append_and_attend(queries, keys, values, k_cache, v_cache, (offsets, offsets), **how)
+    output = output.view_as(q)
+    return (output, sums.view(-1, *q.shape[:2]).transpose(0, 1)) if return_softmax_lse else output
 
 
 def flash_attn_3_with_kvcache(
@@ -64,12 +70,13 @@ def flash_attn_3_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int,
     num_splits: int,
+    return_softmax_lse: bool = False,
     **how: Any,
-) -> Tensor:
+) -> Any:
     """Version 3, ragged. `q` [T, Hq, D]; caches [N, S, H, D]; `k`, `v` [T, H, D].
 
     As version 2's, where row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, and its keys and values
-    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`.
+    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`. The logarithms are [Hq, T], and what it accumulates follows.
     """
     capacity, num_rows = k_cache.shape[1], len(how["cache_seqlens"])
     _check_indices(num_rows + 1, cu_seqlens_q)
@@ -77,10 +84,12 @@ def flash_attn_3_with_kvcache(
     assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
     assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
     if k is None or v is None or cu_seqlens_k_new is None:
-        return _attend_to_slots(q, k_cache, v_cache, cu_seqlens_q, **how)
-    _check_indices(num_rows + 1, cu_seqlens_k_new)
-    _check_offsets(cu_seqlens_k_new, len(k), capacity)
-    return _append_and_attend(q, k, v, k_cache, v_cache, (cu_seqlens_q, cu_seqlens_k_new), **how)
+        output, sums = _attend_to_slots(q, k_cache, v_cache, cu_seqlens_q, **how)
+    else:
+        _check_indices(num_rows + 1, cu_seqlens_k_new)
+        _check_offsets(cu_seqlens_k_new, len(k), capacity)
+        output, sums = _append_and_attend(q, k, v, k_cache, v_cache, (cu_seqlens_q, cu_seqlens_k_new), **how)
+    return (output, sums, None, None) if return_softmax_lse else output
 
 
 def _append_and_attend(
@@ -94,7 +103,7 @@ def _append_and_attend(
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor,
     **how: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     num_slots, capacity, num_kv_heads, head_dim = k_cache.shape
     _check_tensors(k, v)
     assert k.shape == v.shape == (len(k), num_kv_heads, head_dim)
@@ -123,18 +132,19 @@ def _attend_to_slots(
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor,
     **how: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     num_slots, capacity, _, _ = k_cache.shape
     _check_tensors(q, k_cache, v_cache)
     _check_heads(q, k_cache, v_cache)
     _check_indices(len(offsets) - 1, cache_seqlens, cache_batch_idx)
-    output = torch.full_like(q, torch.nan)
+    output, sums = _unwritten(q)
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
         start, stop = offsets[row : row + 2].tolist()
         assert 0 <= slot < num_slots, "the kernel would read another tensor's memory"
         assert stop - start <= length <= capacity, "the kernel would read past the view"
-        output[start:stop] = attention(q[start:stop], k_cache[slot, :length], v_cache[slot, :length], **how)
-    return output
+        keys, values = k_cache[slot, :length], v_cache[slot, :length]
+        output[start:stop], sums[:, start:stop] = attention(q[start:stop], keys, values, **how)
+    return output, sums
 
 
 def flash_attn_varlen_func(
@@ -147,12 +157,14 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     block_table: Tensor,
+    return_attn_probs: bool = False,
     **how: Any,
-) -> Tensor:
+) -> Any:
     """Version 2. `q` [T, Hq, D]; `k`, `v` pages [N, P, H, D]; `block_table` [B, pages]: which hold each row's keys.
 
     Row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`; of its pages, end to end, it sees the first
-    `cu_seqlens_k[i + 1] - cu_seqlens_k[i]` tokens. Nothing is appended.
+    `cu_seqlens_k[i + 1] - cu_seqlens_k[i]` tokens. Nothing is appended. With probabilities, which do not exist without
+    dropout, come the logarithms of the sums of softmax, [Hq, T].
     """
     num_rows = len(cu_seqlens_q) - 1
     num_pages, page_size, _, _ = k.shape
@@ -165,15 +177,15 @@ def flash_attn_varlen_func(
     assert block_table.shape[0] == num_rows
     assert block_table.stride(-1) == 1, "the last dimension must be dense"
     assert cu_seqlens_k[0] == 0, "offsets begin at 0"
-    output = torch.full_like(q, torch.nan)
+    output, sums = _unwritten(q)
     for row, pages in enumerate(block_table.tolist()):
         assert all(0 <= page < num_pages for page in pages), "the kernel would read another tensor's memory"
         start, stop = cu_seqlens_q[row : row + 2].tolist()
         length = int(cu_seqlens_k[row + 1] - cu_seqlens_k[row])
         assert stop - start <= length <= min(max_seqlen_k, page_size * len(pages))
         keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
-        output[start:stop] = attention(q[start:stop], keys, values, **how)
-    return output
+        output[start:stop], sums[:, start:stop] = attention(q[start:stop], keys, values, **how)
+    return (output, sums, None) if return_attn_probs else output
 
 
 def varlen_attn(
@@ -211,7 +223,7 @@ def varlen_attn(
         assert stop - start <= length <= max_k
         assert 0 <= offset <= offset + length <= len(key), "the kernel would read another tensor's memory"
         keys, values = key[offset : offset + length], value[offset : offset + length]
-        out[start:stop] = attention(
+        out[start:stop], _ = attention(
             query[start:stop], keys, values, causal=False, softmax_scale=scale, softcap=0.0, window_size=window_size
         )
     return out
@@ -219,8 +231,10 @@ def varlen_attn(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, softcap: float, window_size: tuple[int, int]
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """softmax(c tanh(s q k / c)) v in float32; c of 0: no cap. `q` [n, Hq, D], `k` and `v` [m, H, D].
+
+    Returns that and the logarithms of the sums of softmax, float32 [Hq, n].
 
     The last query stands at the last key. A query sees as many keys before and behind its own as the window says (-1:
     all); causal: none behind. Query head h attends to key head `h // (Hq / H)`.
@@ -236,7 +250,12 @@ def attention(
         scores = scores.masked_fill(ages < -behind, -torch.inf)
     if before >= 0:
         scores = scores.masked_fill(ages > before, -torch.inf)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(dim=-1), values).to(q.dtype)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(dim=-1), values).to(q.dtype), scores.logsumexp(dim=-1)
+
+
+def _unwritten(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Results and logarithms of sums that no row has written."""
+    return torch.full_like(q, torch.nan), torch.full(q.shape[1::-1], torch.nan, device=q.device)
 
 
 VERSION_3: Functions = {"flash_attn_with_kvcache": flash_attn_3_with_kvcache}

@@ -8,6 +8,7 @@ too, but reserves results of all queries for as many splits as one row could hav
 
 import importlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from chairlift.models.attention.flash_builds import (
     is_version_2_installed,
     is_version_3,
 )
+from chairlift.models.attention.sinks import join_sinks
 
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
 
@@ -91,21 +93,38 @@ class FlashAttnBackend:
 
         def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             key, value = _own(new)
-            output = self._decode(
-                new.query.unsqueeze(1),  # [B, 1, Hq, D]
+            return self._attend_to_slots(
+                layer_idx,
+                new.query,
                 cache.get_key_cache(layer_idx)[:, :longest],
                 cache.get_value_cache(layer_idx)[:, :longest],
+                new.sinks,
                 k=key.unsqueeze(1),
                 v=value.unsqueeze(1),
                 cache_seqlens=cache.cache_lengths,
                 cache_batch_idx=cache.lookup_table,
-                causal=True,
                 num_splits=num_splits,
-                **self._options[layer_idx],
             )
-            return torch.as_tensor(output).squeeze(1)
 
         return attend
+
+    def _attend_to_slots(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **how: Any,
+    ) -> torch.Tensor:
+        """Attends with a query of each row: `[B, Hq, D] -> [B, Hq, D]`"""
+        if sinks is not None:
+            how["return_softmax_lse"] = True
+        result = self._decode(query.unsqueeze(1), keys, values, causal=True, **self._options[layer_idx], **how)
+        if sinks is None:
+            return torch.as_tensor(result).squeeze(1)
+        output, sums = result  # [B, 1, Hq, D], [B, Hq, 1]
+        return join_sinks(output.squeeze(1), sums.squeeze(2).T, sinks)
 
     def _prepare_prefill(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         append = append_tokens(batch, cache)
@@ -114,21 +133,38 @@ class FlashAttnBackend:
 
         def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             append(layer_idx, *_own(new))
-            output = self._prefill(
+            return self._attend_to_pages(
+                layer_idx,
                 new.query,
                 cache.get_key_cache(layer_idx),
                 cache.get_value_cache(layer_idx),
+                new.sinks,
                 cu_seqlens_q=batch.row_offsets,
                 cu_seqlens_k=key_offsets,
                 max_seqlen_q=cache.max_seq_length,
                 max_seqlen_k=cache.max_cache_length,
-                causal=True,
-                **self._options[layer_idx],
                 block_table=pages,
             )
-            return torch.as_tensor(output)
 
         return attend
+
+    def _attend_to_pages(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **how: Any,
+    ) -> torch.Tensor:
+        """Attends with the queries of all rows: `[T, Hq, D] -> [T, Hq, D]`"""
+        if sinks is not None:
+            how["return_attn_probs"] = True  # beside the logarithms, probabilities that without dropout are empty
+        result = self._prefill(query, keys, values, causal=True, **self._options[layer_idx], **how)
+        if sinks is None:
+            return torch.as_tensor(result)
+        output, sums, _ = result
+        return join_sinks(output, sums, sinks)
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
@@ -137,42 +173,24 @@ class FlashAttnBackend:
     def read_decode_rows(self, batch: PaddedBatch) -> Read:
         """The attention of a padded step's rows that decode, whose tokens have been appended."""
 
-        def decode(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            output = self._decode(
-                query.unsqueeze(1),
-                keys,
-                values,
-                cache_seqlens=batch.decode_lengths,
-                cache_batch_idx=batch.decode_slots,
-                causal=True,
-                num_splits=_SPLITS_AS_IT_SEES_FIT,
-                **self._options[layer_idx],
-            )
-            return torch.as_tensor(output).squeeze(1)
-
-        return without_sinks(decode)
+        return partial(
+            self._attend_to_slots,
+            cache_seqlens=batch.decode_lengths,
+            cache_batch_idx=batch.decode_slots,
+            num_splits=_SPLITS_AS_IT_SEES_FIT,
+        )
 
     def read_prompts(self, batch: PaddedBatch, blocks: torch.Tensor) -> Read:
         """See `PaddingBackend`."""
         key_offsets = torch.nn.functional.pad(torch.cumsum(batch.prompt_lengths, 0, dtype=torch.int32), (1, 0))
-        pages = batch.prompt_slots.unsqueeze(1)
-
-        def prefill(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            output = self._prefill(
-                query,
-                keys,
-                values,
-                cu_seqlens_q=batch.prompt_offsets,
-                cu_seqlens_k=key_offsets,
-                max_seqlen_q=batch.max_new_tokens,
-                max_seqlen_k=blocks.shape[3],
-                causal=True,
-                **self._options[layer_idx],
-                block_table=pages,
-            )
-            return torch.as_tensor(output)
-
-        return without_sinks(prefill)
+        return partial(
+            self._attend_to_pages,
+            cu_seqlens_q=batch.prompt_offsets,
+            cu_seqlens_k=key_offsets,
+            max_seqlen_q=batch.max_new_tokens,
+            max_seqlen_k=blocks.shape[3],
+            block_table=batch.prompt_slots.unsqueeze(1),
+        )
 
 
 class FlashAttn3Backend:
@@ -201,10 +219,12 @@ class FlashAttn3Backend:
 
         def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             key, value = _own(new)
-            output = self._kernel(
+            return self._attend_to_slots(
+                layer_idx,
                 new.query,
                 cache.get_key_cache(layer_idx)[:, :longest],
                 cache.get_value_cache(layer_idx)[:, :longest],
+                new.sinks,
                 k=key,
                 v=value,
                 cache_seqlens=cache.cache_lengths,
@@ -212,13 +232,28 @@ class FlashAttn3Backend:
                 cu_seqlens_q=batch.row_offsets,
                 cu_seqlens_k_new=batch.row_offsets,
                 max_seqlen_q=cache.max_seq_length,
-                causal=True,
                 num_splits=_splits_of(cache.max_seq_length),
-                **self._options[layer_idx],
             )
-            return torch.as_tensor(output)
 
         return attend
+
+    def _attend_to_slots(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **how: Any,
+    ) -> torch.Tensor:
+        """Attends with the queries of all rows: `[T, Hq, D] -> [T, Hq, D]`"""
+        if sinks is not None:
+            how["return_softmax_lse"] = True
+        result = self._kernel(query, keys, values, causal=True, **self._options[layer_idx], **how)
+        if sinks is None:
+            return torch.as_tensor(result)
+        output, sums, *_ = result  # beside these, results of parts of the keys
+        return join_sinks(output, sums, sinks)
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
@@ -235,28 +270,18 @@ class FlashAttn3Backend:
 
     def _read_rows(self, slots: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, most: int) -> Read:
         """Attends to what slots hold, for rows of up to `most` tokens."""
-
-        def read(layer_idx: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            output = self._kernel(
-                query,
-                keys,
-                values,
-                cache_seqlens=lengths,
-                cache_batch_idx=slots,
-                cu_seqlens_q=offsets,
-                max_seqlen_q=most,
-                causal=True,
-                num_splits=_splits_of(most),
-                **self._options[layer_idx],
-            )
-            return torch.as_tensor(output)
-
-        return without_sinks(read)
+        return partial(
+            self._attend_to_slots,
+            cache_seqlens=lengths,
+            cache_batch_idx=slots,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=most,
+            num_splits=_splits_of(most),
+        )
 
 
 def _own(new: Projections) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a layer that these kernels take."""
-    assert new.sinks is None, "layers with sinks have another backend"
     assert new.own is not None, "models with layers that read the keys of others are refused"
     return new.own
 
@@ -286,7 +311,8 @@ class TorchVarlenBackend:
 
         def attend(layer_idx: int, new: Projections) -> torch.Tensor:
             append(layer_idx, *_own(new))
-            return read(layer_idx, new.query, cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx), None)
+            keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
+            return read(layer_idx, new.query, keys, values, new.sinks)
 
         return attend
 

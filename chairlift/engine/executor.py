@@ -23,7 +23,7 @@ from chairlift.engine.parts import DEFAULT_PARTS, Pacing, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import Checkpoint, find_obstacle, grouped_experts, open_checkpoint, ragged_recurrence
+from chairlift.models import Checkpoint, find_obstacle, open_checkpoint, ragged_recurrence
 from chairlift.models.attention import PaddedForward
 from chairlift.models.loader import count_parameters, grouped_size
 from chairlift.params import SamplingParams
@@ -113,9 +113,7 @@ class Executor:
         shape = self._shape
         if shape.state_layout is not None and not ragged_recurrence.is_available(device):
             return False
-        if not shape.num_experts:
-            return True
-        return shape.groups_experts(resolved.dtype) and grouped_experts.is_available(device)
+        return shape.groups_experts(resolved.dtype, device)
 
     @property
     def _can_pad(self) -> bool:

@@ -117,8 +117,8 @@ class ModelShape:
         groups = CacheLayout.of(self.kept(self.dtype), self.num_layers).groups
         return len(groups) == 1 and not groups[0].params.num_common
 
-    def groups_experts(self, dtype: DType) -> bool:  # noqa: ARG002
-        """Returns true if one kernel can compute the products of all experts of a layer in that type."""
+    def groups_experts(self, dtype: DType, device: torch.device) -> bool:  # noqa: ARG002
+        """Returns true if one kernel there can compute the products of all experts of a layer in that type."""
         return not self.num_experts
 
     @property
@@ -181,10 +181,10 @@ class ModelConfig(ModelShape):
         """Every module of the wiring that holds weights, and the tensors of a checkpoint that belong in it."""
         return _weights_of(self)
 
-    def groups_experts(self, dtype: DType) -> bool:
+    def groups_experts(self, dtype: DType, device: torch.device) -> bool:
         """See `ModelShape`."""
-        sizes = {block.intermediate_size for block in self.experts_blocks}
-        return all(grouped_experts.suits(self.hidden_size, size, TORCH_DTYPES[dtype]) for size in sizes)
+        sizes, format = {block.intermediate_size for block in self.experts_blocks}, TORCH_DTYPES[dtype]
+        return all(grouped_experts.can_multiply(self.hidden_size, size, format, device) for size in sizes)
 
 
 @lru_cache(maxsize=4)  # a model with many experts has tens of thousands of tensors, and loading asks several times

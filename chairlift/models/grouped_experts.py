@@ -1,21 +1,30 @@
-"""The products of all experts of a layer in one kernel of torch, which reads on the device whose rows are where.
+"""The products of all experts of a layer in one kernel, which reads on the device whose rows are where.
 
-So nothing about the choice of experts comes to the host, and graphs can record steps of a mixture.
+So nothing about the choice of experts comes to the host, and graphs can record steps of a mixture. The kernel is
+torch's where it has one that a graph can record, and else one in Triton.
 """
 
+import importlib.util
 import logging
 from functools import cache
 
 import torch
 from torch.nn import functional as F
 
+from chairlift.device import find_compile_obstacle
+
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 8  # elements of bfloat16 in 16 bytes
 
 
+def can_multiply(num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns true if a kernel on that device takes matrices `[out, in]` of an expert in that type."""
+    return (suits(num_inputs, num_outputs, dtype) and is_available(device)) or _has_own(device)
+
+
 def suits(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
-    """Returns true for matrices `[out, in]` of an expert that the kernel takes: bfloat16 rows of whole 16 bytes."""
+    """Returns true for matrices that torch's kernel takes: bfloat16 rows of whole 16 bytes."""
     return dtype is torch.bfloat16 and num_inputs % _ALIGNMENT == 0 and num_outputs % _ALIGNMENT == 0
 
 
@@ -32,25 +41,43 @@ def is_available(device: torch.device) -> bool:
         _record(device)
     except Exception as error:  # of torch or of the capture: all have the same effect
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        logger.warning("no step of a mixture of experts is recorded, which is slower: %s", reason)
+        logger.info("torch has no product of all experts that a graph can record: %s", reason)
         return False
     return True
 
 
 def multiply(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`[N, in]`, `[experts, out, in]` -> `[N, out]`; `ends`: int32 `[experts]`, where each expert's rows end."""
-    product: torch.Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    return product
+    """`[N, in]`, `[experts, out, in]` -> `[N, out]`; `ends`: int32 `[experts]`, where each expert's rows end.
+
+    By torch's kernel or our own, for which there must be one (`can_multiply`).
+    """
+    _, num_outputs, num_inputs = weights.shape
+    if suits(num_inputs, num_outputs, weights.dtype) and is_available(weights.device):
+        product: torch.Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return product
+    from chairlift.kernels import expert_rows  # imports Triton, which not every machine has
+
+    return expert_rows.multiply(x.contiguous(), weights, ends)
+
+
+@cache
+def _has_own(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type == "meta"
+    if importlib.util.find_spec("triton") is not None and find_compile_obstacle(device) is None:
+        return True
+    logger.warning("no step of a mixture of experts is recorded, which is slower: Triton compiles no kernel here")
+    return False
 
 
 def _record(device: torch.device) -> None:
     with torch.cuda.device(device):
         x = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
         weights, ends = x.new_zeros(2, 64, 64), torch.tensor([8, 16], dtype=torch.int32, device=device)
-        multiply(x, weights, ends)  # libraries load what they need, which no graph can
+        F.grouped_mm(x, weights.transpose(1, 2), offs=ends)  # libraries load what they need, which no graph can
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            multiply(x, weights, ends)
+            F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
         graph.replay()
         torch.cuda.synchronize()

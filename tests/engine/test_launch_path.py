@@ -187,13 +187,24 @@ def test_nor_do_recurrent_layers(
     assert recorder.num_replayed > 0
 
 
+@pytest.mark.parametrize("is_torchs", [True, False])
 def test_nor_do_experts(
-    make: Callable[..., LLM], recorder: WatchedRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., LLM],
+    recorder: WatchedRecorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_torchs: bool,
 ) -> None:
+    from chairlift.kernels import expert_rows  # as above
+
     def multiply(x: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return x.new_empty(len(x), weights.shape[1])
 
-    monkeypatch.setattr(grouped_experts, "multiply", multiply)
+    if is_torchs:
+        monkeypatch.setattr(grouped_experts, "multiply", multiply)
+    else:
+        monkeypatch.setattr(grouped_experts, "suits", lambda *_: False)
+        monkeypatch.setattr(expert_rows, "multiply", multiply)
     sizes: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     make_checkpoint(tmp_path, model_type="qwen3_moe", **sizes)
     with make("torch_varlen", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:

@@ -103,7 +103,7 @@ class StackedLinear(Linear):
     def is_grouped(self) -> bool:
         """True where one kernel computes the products of all experts."""
         sizes = self.in_features, self.out_features // self.num_experts
-        return grouped_experts.suits(*sizes, self.weight.dtype) and grouped_experts.is_available(self.weight.device)
+        return grouped_experts.can_multiply(*sizes, self.weight.dtype, self.weight.device)
 
     def forward_grouped(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """As `forward_each`, without waiting for the device.

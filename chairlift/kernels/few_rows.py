@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.grouped import StoredMatrix, read_tile
+from chairlift.kernels.grouped import StoredMatrix, eight_bits, read_tile, row_scales
 
 MAX_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's tile; the rest of it are zeros
@@ -80,7 +80,7 @@ def multiply(
     )
     constants = {
         "BITS": matrix.num_bits,
-        "GROUP": matrix.group_size,
+        "GROUP": matrix.group_constant,
         "HAS_OFFSETS": matrix.offsets is not None,
         "NORM": norm is not None,
         "IS_OFFSET": norm is not None and norm.is_offset,
@@ -129,6 +129,8 @@ def _few_rows(
             values, scales, offsets, outputs, is_output, first, K, BITS, GROUP, HAS_OFFSETS, N, KB, x.dtype.element_ty
         )
         sums += tl.dot(tile, tl.trans(weight), input_precision="ieee").to(tl.float32)
+    if GROUP == 0:
+        sums *= row_scales(scales, outputs, is_output)[None, :]
     if NORM:
         sums *= tl.rsqrt(squares / K + eps)[:, None]
     sums = _add_bias(sums, bias + outputs[None, :], is_output[None, :], HAS_BIAS)
@@ -148,7 +150,8 @@ def _one_row(
     """In float32: partial sums stay with the threads that read the matrix, and come together in the end."""
     outputs = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_output = outputs < N_ALL
-    WIDTH: tl.constexpr = KB if BITS == 16 else KB // GROUP
+    IS_ALONE: tl.constexpr = BITS == 16 or GROUP == 0  # every product stands by itself
+    WIDTH: tl.constexpr = KB if IS_ALONE else KB // GROUP
     STEP: tl.constexpr = 2 if BITS == 4 else 1  # inputs of a byte
     sums = tl.zeros([N, WIDTH], tl.float32)
     squares = tl.zeros([KB // STEP], tl.float32)
@@ -171,6 +174,8 @@ def _one_row(
             even, odd, values, scales, offsets, outputs, is_output, first, K, BITS, GROUP, HAS_OFFSETS, N, KB
         )
     result = tl.sum(sums, 1)
+    if GROUP == 0:
+        result *= row_scales(scales, outputs, is_output)
     if NORM:
         result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
     result = _add_bias(result, bias + outputs, is_output, HAS_BIAS)
@@ -202,7 +207,7 @@ def _partial_sums(
     is_output: tl.tensor, first: tl.tensor, K: tl.tensor, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr, N: tl.constexpr, KB: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float32 `[N, KB]` products, or in groups `[N, KB / GROUP]` sums of the products of each.
+    """float32 `[N, KB]` products, or in groups `[N, KB / GROUP]` sums of the products of each; GROUP of 0: products.
 
     `even` are the inputs that go with the values; with 4 bits, those of the low halves, and `odd` of the high ones. A
     byte is low + 16 high, so low * even + high * odd = low * (even - odd / 16) + byte * odd / 16: no shift.
@@ -214,23 +219,26 @@ def _partial_sums(
         return weight.to(tl.float32) * even[None, :]
     else:  # noqa: RET505
         WIDTH: tl.constexpr = KB * BITS // 8  # bytes of a tile's output
-        SHARE: tl.constexpr = GROUP * BITS // 8  # bytes of a group
         at = first * BITS // 8 + tl.arange(0, WIDTH)
         mask = is_output[:, None] & (at[None, :] < K * BITS // 8)
-        packed = tl.load(values + outputs[:, None] * (K * BITS // 8) + at[None, :], mask=mask, other=0)
+        packed = tl.load(values + outputs[:, None] * (K * BITS // 8) + at[None, :], mask=mask, other=0.0)
         if BITS == 4:
             low = (packed & 15).to(tl.float32)
             products = low * (even - odd * 0.0625)[None, :] + packed.to(tl.float32) * (odd * 0.0625)[None, :]
             inputs = even + odd
         else:
-            products = packed.to(tl.float32) * even[None, :]
+            products = eight_bits(packed) * even[None, :]
             inputs = even
-        group = first // GROUP + tl.arange(0, KB // GROUP)
-        is_group = is_output[:, None] & (group[None, :] < K // GROUP)
-        places = outputs[:, None] * (K // GROUP) + group[None, :]
-        scale = tl.load(scales + places, mask=is_group, other=0.0).to(tl.float32)
-        result = tl.sum(tl.reshape(products, (N, KB // GROUP, SHARE)), 2) * scale
-        if HAS_OFFSETS:
-            offset = tl.load(offsets + places, mask=is_group, other=0.0).to(tl.float32)
-            result += offset * tl.sum(tl.reshape(inputs, (KB // GROUP, SHARE)), 1)[None, :]
-        return result
+        if GROUP == 0:
+            return products
+        else:  # noqa: RET505
+            SHARE: tl.constexpr = GROUP * BITS // 8  # bytes of a group
+            group = first // GROUP + tl.arange(0, KB // GROUP)
+            is_group = is_output[:, None] & (group[None, :] < K // GROUP)
+            places = outputs[:, None] * (K // GROUP) + group[None, :]
+            scale = tl.load(scales + places, mask=is_group, other=0.0).to(tl.float32)
+            result = tl.sum(tl.reshape(products, (N, KB // GROUP, SHARE)), 2) * scale
+            if HAS_OFFSETS:
+                offset = tl.load(offsets + places, mask=is_group, other=0.0).to(tl.float32)
+                result += offset * tl.sum(tl.reshape(inputs, (KB // GROUP, SHARE)), 1)[None, :]
+            return result

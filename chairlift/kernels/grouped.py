@@ -1,6 +1,8 @@
-"""Matrices as they are stored, plainly or as small integers in groups: tiles of them, and the whole as numbers.
+"""Matrices as they are stored, plainly or as small values in groups: tiles of them, and the whole as numbers.
 
 An element of a group is `scale * value + offset`. With 4 bits a byte holds two neighbours, the first in its low half.
+Values of 8 bits are integers, or float8 numbers (e4m3). GPUs without instructions for these get them as bytes, whose
+bits are moved to their places in a float16.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 GROUP_SIZES = (32, 64, 128)  # that tiles are made of
+_WHOLE_ROW = 0  # in place of a group's size
 _OUTPUTS, _INPUTS = 16, 256  # of a tile that is written as numbers
 
 
@@ -19,9 +22,10 @@ _OUTPUTS, _INPUTS = 16, 256  # of a tile that is written as numbers
 class StoredMatrix:
     """A matrix `[out, in]` on a CUDA device; its tensors are dense.
 
-    With 16 bits `values` are its numbers, float16 or bfloat16 (float32 is taken too). With 8 bits they are int8
-    `[out, in]`, with 4 uint8 `[out, in / 2]`; then scales, and offsets if there are any, are `[out, in / group]` of any
-    floating dtype, for groups of one of `GROUP_SIZES`.
+    With 16 bits `values` are its numbers, float16 or bfloat16 (float32 is taken too). With 8 bits they are int8, or
+    float8 (e4m3) or the bytes of such as uint8, `[out, in]`; with 4 uint8 `[out, in / 2]`. Then scales, and offsets if
+    there are any, are `[out, in / group]` of any floating dtype, for groups of one of `GROUP_SIZES`. Values of 8 bits
+    without offsets may have one scale for a whole row, `[out, 1]`.
     """
 
     num_bits: int
@@ -43,6 +47,17 @@ class StoredMatrix:
         return GROUP_SIZES[0] if self.scales is None else self.num_inputs // self.scales.shape[1]
 
     @property
+    def group_constant(self) -> int:
+        """What kernels get as the size of a group: 0 for a whole row."""
+        if self.group_size in GROUP_SIZES:
+            return self.group_size
+        assert self.num_bits == 8, "groups of other values have a size that tiles are made of"
+        assert self.scales is not None, "it is no group, then"
+        assert self.scales.shape[1] == 1, "other groups than a row have a size that tiles are made of"
+        assert self.offsets is None, "so have values with offsets"
+        return _WHOLE_ROW
+
+    @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (self.values, self.scales, self.offsets) if each is not None)
 
@@ -58,7 +73,10 @@ def read_tile(
     first: tl.tensor, K: tl.tensor, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     N: tl.constexpr, KB: tl.constexpr, DTYPE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The elements `[N, KB]` in DTYPE of those outputs, int64 `[N]`, from that input on; zero beyond the matrix."""
+    """The elements `[N, KB]` in DTYPE of those outputs, int64 `[N]`, from that input on; zero beyond the matrix.
+
+    GROUP of 0: a scale is of a whole row, and is left to the caller.
+    """
     if BITS == 16:
         at = first + tl.arange(0, KB)
         mask = is_output[:, None] & (at[None, :] < K)
@@ -66,19 +84,42 @@ def read_tile(
     else:  # noqa: RET505
         at = first * BITS // 8 + tl.arange(0, KB * BITS // 8)
         mask = is_output[:, None] & (at[None, :] < K * BITS // 8)
-        packed = tl.load(values + outputs[:, None] * (K * BITS // 8) + at[None, :], mask=mask, other=0)
+        packed = tl.load(values + outputs[:, None] * (K * BITS // 8) + at[None, :], mask=mask, other=0.0)
         if BITS == 4:
             numbers = tl.interleave((packed & 15).to(tl.float32), (packed >> 4).to(tl.float32))
         else:
-            numbers = packed.to(tl.float32)
-        group = first // GROUP + tl.arange(0, KB // GROUP)
-        is_group = is_output[:, None] & (group[None, :] < K // GROUP)
-        places = outputs[:, None] * (K // GROUP) + group[None, :]
-        scale = tl.load(scales + places, mask=is_group, other=0.0).to(tl.float32)
-        exact = tl.reshape(numbers, (N, KB // GROUP, GROUP)) * scale[:, :, None]
-        if HAS_OFFSETS:
-            exact += tl.load(offsets + places, mask=is_group, other=0.0).to(tl.float32)[:, :, None]
-        return tl.reshape(exact, (N, KB)).to(DTYPE)
+            numbers = eight_bits(packed)
+        if GROUP == 0:
+            return numbers.to(DTYPE)
+        else:  # noqa: RET505
+            group = first // GROUP + tl.arange(0, KB // GROUP)
+            is_group = is_output[:, None] & (group[None, :] < K // GROUP)
+            places = outputs[:, None] * (K // GROUP) + group[None, :]
+            scale = tl.load(scales + places, mask=is_group, other=0.0).to(tl.float32)
+            exact = tl.reshape(numbers, (N, KB // GROUP, GROUP)) * scale[:, :, None]
+            if HAS_OFFSETS:
+                exact += tl.load(offsets + places, mask=is_group, other=0.0).to(tl.float32)[:, :, None]
+            return tl.reshape(exact, (N, KB)).to(DTYPE)
+
+
+@triton.jit
+def eight_bits(packed: tl.tensor) -> tl.tensor:
+    """Values of 8 bits in float32: integers, float8 numbers, or bytes of these.
+
+    A float16 has a bit more of exponent, whose bias is 8 larger, and seven bits more of fraction.
+    """
+    if packed.dtype == tl.uint8:
+        wide = packed.to(tl.uint16)
+        halves = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), halves.to(tl.float32) * 256.0)
+    else:  # noqa: RET505
+        return packed.to(tl.float32)
+
+
+@triton.jit
+def row_scales(scales: tl.tensor, outputs: tl.tensor, is_output: tl.tensor) -> tl.tensor:
+    """float32 `[N]`: scales of whole rows."""
+    return tl.load(scales + outputs, mask=is_output, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -92,6 +133,8 @@ def _dequantize(
     tile = read_tile(
         values, scales, offsets, outputs, is_output, first, K, BITS, GROUP, HAS_OFFSETS, N, KB, output.dtype.element_ty
     )
+    if GROUP == 0:
+        tile = (tile.to(tl.float32) * row_scales(scales, outputs, is_output)[:, None]).to(output.dtype.element_ty)
     at = first + tl.arange(0, KB)
     tl.store(output + outputs[:, None] * K + at[None, :], tile, mask=is_output[:, None] & (at[None, :] < K))
 
@@ -108,7 +151,7 @@ def dequantize(matrix: StoredMatrix, output: torch.Tensor) -> None:
         matrix.num_outputs,
         matrix.num_inputs,
         matrix.num_bits,
-        matrix.group_size,
+        matrix.group_constant,
         matrix.offsets is not None,
         _OUTPUTS,
         _INPUTS,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_ADA = (8, 9)  # compute capability of the first GPUs with instructions for float8
 _HOPPER = (9, 0)  # compute capability of the first GPUs that launch a kernel before the one before it has ended
 
 
@@ -143,7 +144,8 @@ def _choose_products(model: Decoder) -> None:
     from chairlift.models.products import install_products  # imports Triton, which not every machine has
 
     with on_device(model.device), torch.inference_mode():
-        install_products(model, can_start_early=torch.cuda.get_device_capability(model.device) >= _HOPPER)
+        capability = torch.cuda.get_device_capability(model.device)
+        install_products(model, can_start_early=capability >= _HOPPER, reads_float8=capability >= _ADA)
 
 
 def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:

@@ -13,12 +13,13 @@ from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.alternating import AlternatingWeights
 from chairlift.models.blocks import AlternatingExperts
 from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_absent_layers, refuse_large_numbers
-from chairlift.models.compressed import CompressedWeights, Compression, read_compression
+from chairlift.models.compressed import open_compressed
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import describe_family, find_architecture
 from chairlift.models.gguf import GGUFFile, Unpacker, choose_model, is_gguf, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.hub import parse_hub_model
+from chairlift.models.quantization_config import Compression, Float8, read_compression
 from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
@@ -38,7 +39,7 @@ class Checkpoint:
 
     path: Path  # a directory, or a GGUF file
     config: ModelShape
-    compression: Compression | None = None  # of some of its matrices, in safetensors
+    compression: Compression | Float8 | None = None  # of some of its matrices, in safetensors
     gguf: GGUFFile | None = None  # what is at the path, if it is a file
     unpacker: Unpacker | None = None  # reads its blocks in native code; None: torch does it
 
@@ -58,7 +59,7 @@ class Checkpoint:
     def _open_files(self) -> WeightReader:
         files = SafetensorsWeights(self.weight_files)
         if self.compression is not None:
-            return CompressedWeights(files, self.compression)
+            return open_compressed(files, self.compression)
         stacked = self.config.names.stacked if isinstance(self.config, ModelConfig) else None
         if isinstance(stacked, AlternatingExperts):
             return AlternatingWeights(files, stacked)
@@ -99,7 +100,7 @@ def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:
             described = _as_stored(described, weights.tensors)
         compression = read_compression(raw)
     if weights is not None and isinstance(described, ModelConfig) and described.is_tied:
-        stored = weights if compression is None else CompressedWeights(weights, compression)
+        stored = weights if compression is None else open_compressed(weights, compression)
         names = described.names
         described = replace(described, is_tied=not has_own_head(stored, names.embedding, names.head_weight))
     return Checkpoint(path, described, compression)

@@ -8,100 +8,18 @@ All pack unsigned values into words of 32 bits, the lowest bits first; they diff
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from chairlift.errors import CheckpointError, named, shown
+from chairlift.errors import CheckpointError, named
+from chairlift.models.float8 import Float8Weights
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.quantization_config import Compression, Float8, unreadable
 from chairlift.models.stored import GroupFormat, SafetensorsWeights, StoredTensor
 
-_BITS = (4, 8)
-_GROUP_SIZES = (32, 64, 128)
 _SPREAD_OVER = 128  # inputs; a whole row's scale is repeated for each 128, or for 64 or 32 where 128 does not fit
-_TOLD_BY_NAMES = "mxfp4"  # of the experts' tensors, which `alternating` reads
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """Describes compressed matrices as a config.json does."""
-
-    method: str
-    num_bits: int
-    zero_shift: int = 0  # is added to a stored zero point
-
-
-def read_compression(raw: dict[str, Any]) -> Compression | None:
-    """From a config.json; None if weights are as they are. CheckpointError names what cannot be read."""
-    stated = raw.get("quantization_config") or raw.get("compression_config")
-    if not stated:
-        return None
-    if not isinstance(stated, dict):
-        raise CheckpointError(f"quantization_config must be an object, not {shown(stated)}")
-    method = stated.get("quant_method", "an unnamed method")
-    if method == _TOLD_BY_NAMES:
-        return None
-    if method not in _READERS_OF_CONFIGS:
-        raise _unreadable(f"quantized with {named(method)}")
-    return _READERS_OF_CONFIGS[method](stated)
-
-
-def _read_compressed_tensors(stated: dict[str, Any]) -> Compression:
-    if (layout := stated.get("format")) != "pack-quantized":
-        raise _unreadable(f"compressed-tensors in the format {named(layout)}")
-    if stated.get("kv_cache_scheme") or (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise _unreadable("compressed-tensors with a sparse format or a quantized cache")
-    found = set()
-    for group in (stated.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        if group.get("input_activations") or group.get("output_activations"):
-            raise _unreadable("compressed-tensors with quantized activations")
-        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-            raise _unreadable(
-                f"compressed-tensors of {named(weights.get('type'))} values by {named(weights.get('strategy'))}"
-            )
-        if weights.get("actorder") in ("group", True):
-            raise _unreadable("compressed-tensors in the order of activations (actorder)")
-        found.add((weights.get("num_bits"), weights.get("group_size") or -1))
-    if len(found) != 1:
-        raise _unreadable(f"compressed-tensors in {len(found)} formats at once")
-    ((num_bits, group_size),) = found
-    return Compression("compressed-tensors", _checked(num_bits, group_size))
-
-
-def _read_awq(stated: dict[str, Any]) -> Compression:
-    if (version := str(stated.get("version", "gemm")).lower()) != "gemm":
-        raise _unreadable(f"AWQ in the version {named(version)}")
-    num_bits = stated.get("bits", stated.get("w_bit"))
-    if num_bits != 4:
-        raise _unreadable(f"AWQ in {named(num_bits)} bits")
-    return Compression("awq", _checked(num_bits, stated.get("group_size", stated.get("q_group_size"))))
-
-
-def _read_gptq(stated: dict[str, Any]) -> Compression:
-    layout = stated.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
-        raise _unreadable(f"GPTQ in the format {named(layout)}")
-    # The layout "gptq" stores zero points minus one.
-    return Compression("gptq", _checked(stated.get("bits"), stated.get("group_size")), int(layout == "gptq"))
-
-
-_READERS_OF_CONFIGS = {"compressed-tensors": _read_compressed_tensors, "awq": _read_awq, "gptq": _read_gptq}
-
-
-def _checked(num_bits: object, group_size: object) -> int:
-    if type(num_bits) is not int or num_bits not in _BITS or group_size not in (*_GROUP_SIZES, -1):
-        raise _unreadable(f"values of {named(num_bits)} bits in groups of {named(group_size)}")
-    return num_bits
-
-
-def _unreadable(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"its weights are {what}, which cannot be read; choose a checkpoint of 4 or 8 bits in groups of 32, 64 or 128"
-        " (pack-quantized, AWQ gemm or GPTQ), or one in bfloat16, float16 or float32"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +137,7 @@ class CompressedWeights:
             return
         num_inputs, num_groups = self.tensors[name].shape[1], self._part_shape(name, self._layout.scales)[0]
         if not torch.equal(self._files.read(order).long(), torch.arange(num_inputs) // (num_inputs // num_groups)):
-            raise _unreadable("GPTQ in the order of activations (act-order, desc_act)")
+            raise unreadable("GPTQ in the order of activations (act-order, desc_act)")
 
     def _part(self, name: str, part: str) -> torch.Tensor:
         tensor = self._files.read(f"{self._matrices[name]}.{part}")
@@ -234,6 +152,11 @@ class CompressedWeights:
         if len(shape) != 2:
             raise CheckpointError(f"tensor {named(stated)} has {len(shape)} dimensions, not 2")
         return shape[0], shape[1]
+
+
+def open_compressed(files: SafetensorsWeights, stated: Compression | Float8) -> CompressedWeights | Float8Weights:
+    """Opens files of which some matrices are as a config.json says. CheckpointError if they are not."""
+    return Float8Weights(files, stated) if isinstance(stated, Float8) else CompressedWeights(files, stated)
 
 
 def _awq_nibbles(packed: torch.Tensor) -> torch.Tensor:

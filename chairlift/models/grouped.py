@@ -9,6 +9,8 @@ from torch.nn.functional import pad
 
 from chairlift.models.side_by_side import compute_each
 
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
@@ -23,7 +25,8 @@ class GroupedWeight:
     """A matrix `[out, in]` of integers, with a scale and perhaps an offset for each group of neighbours along `in`.
 
     An element is `scale * value + offset`, or with a table `scale * table[value] + offset`. Values of 8 bits are int8
-    `[out, in]`. Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is in the low half.
+    `[out, in]`, or float8 (e4m3). Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is
+    in the low half.
     Scales and offsets are `[out, in / group_size]`, of any floating dtype. With steps they are uint8, and stand for so
     many times the step that they share with neighbours along `in`. Only 4 bits with offsets and no table have steps.
     """
@@ -56,6 +59,11 @@ class GroupedWeight:
     @property
     def num_inputs(self) -> int:
         return self.values.shape[1] * (8 // self.num_bits)
+
+    @property
+    def is_float(self) -> bool:
+        """Tells if values are float8 numbers."""
+        return self.values.dtype is FLOAT8
 
     @property
     def group_size(self) -> int:

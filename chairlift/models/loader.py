@@ -3,14 +3,14 @@
 Names and shapes are compared before anything is allocated. Then weights go straight to their places on the model's
 device, so that the host never holds more than one tensor of them. Matrices in groups of small integers keep that format
 if the model's backend multiplies it; otherwise they are dequantized to the model's dtype. The blocks say which tensors
-of a checkpoint are stacked in which parameter (`ModelConfig.weights`), and `_ignored` which the model does not need.
+of a checkpoint are stacked in which parameter (`ModelConfig.weights`).
 """
 
 import functools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError, named, sized
-from chairlift.models.blocks import EMBEDDING, Weight
+from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
+from chairlift.models.matching import listed, match_tensors, naming_tensor, read_tensor, refuse_differences
 from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, count_scale_bytes
 
@@ -55,7 +55,7 @@ def load_model(
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
     logger.info("%s", model.config.describe())
-    parts = _match(model, reader)
+    parts = match_tensors(model, reader)
     _log_skipped(model.config, reader)
     is_on_gpu = device != "cpu"
     formats = _formats_of(model, reader, parts, is_on_gpu=is_on_gpu)
@@ -64,6 +64,7 @@ def load_model(
         logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
+    _log_float8(reader, parts, formats if keeps_groups else {}, dtype)
     num_kept = grouped.num_bytes if grouped and keeps_groups else 0
     num_late = 0 if is_on_gpu else num_kept  # bytes
     exact = {weight.module for weight in model.config.weights() if weight.is_parameter}
@@ -81,7 +82,7 @@ def load_model(
                 _set(model, name, _read_plain(reader, stored, format, device))
     model.finalize(max_seq_len, num_positions)
     more = f"; {sized(num_late)} more are read when they are packed" if num_late else ""
-    more = f", and {sized(num_kept)} in groups" if is_on_gpu and num_kept else more
+    more = f", and {sized(num_kept)} quantized" if is_on_gpu and num_kept else more
     _log("loaded %s: %s of weights for %s in %.2f s%s", checkpoint, model, dtype, start, more)
     return model
 
@@ -132,7 +133,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedD
         config.architecture,
     )
     source, report = _load_in_transformers(checkpoint, config, dtype)
-    _refuse_differences(report["missing_keys"], report["unexpected_keys"])
+    refuse_differences(report["missing_keys"], report["unexpected_keys"])
     with _room_for(source, dtype, device):
         model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
     model.check_positions()
@@ -188,7 +189,7 @@ def grouped_size(checkpoint: Checkpoint, *, is_on_gpu: bool = False) -> GroupedS
     if isinstance(checkpoint.config, AdaptedConfig):
         return None  # transformers compares them
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
-    parts = _match(model, reader)
+    parts = match_tensors(model, reader)
     return _size_in_groups(model, _formats_of(model, reader, parts, is_on_gpu=is_on_gpu), is_on_gpu=is_on_gpu)
 
 
@@ -198,17 +199,18 @@ def _formats_of(
     """Finds the formats of the parts, by parameter, of products whose matrices are all in groups for the kernels."""
     found = {}
     for name, stored in parts.items():
-        formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
+        formats = _groups_in(reader, stored)
         sizes = {each.group_size for each in formats}
         is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
-        if is_whole and model.can_keep_groups(name, is_on_gpu=is_on_gpu):
+        is_multiplied = is_on_gpu or not any(each.is_float for each in formats)
+        if is_whole and is_multiplied and model.can_keep_groups(name, is_on_gpu=is_on_gpu):
             found[name] = formats
     return found
 
 
 def _log_skipped(config: ModelConfig, reader: WeightReader) -> None:
     if skipped := sorted(name for name in reader.tensors if config.names.is_skipped(name)):
-        logger.info("%d tensors are left out, since no text depends on them: %s", len(skipped), _listed(skipped))
+        logger.info("%d tensors are left out, since no text depends on them: %s", len(skipped), listed(skipped))
 
 
 def _log_widened(
@@ -217,14 +219,30 @@ def _log_widened(
     widened = [
         name
         for name, stored in parts.items()
-        if name not in formats and any(reader.tensors[part].groups for part in stored)
+        if name not in formats and any(not each.is_float for each in _groups_in(reader, stored))
     ]
     if widened:
         logger.info(
             "%s become %s: what is stacked for a product must have groups of one size, a multiple of %d, and a GPU has"
             " embeddings as numbers",
-            *(_listed(widened), dtype, GROUP_ALIGNMENT),
+            *(listed(widened), dtype, GROUP_ALIGNMENT),
         )
+
+
+def _log_float8(
+    reader: WeightReader, parts: dict[str, list[str]], kept: dict[str, list[GroupFormat]], dtype: DType
+) -> None:
+    changed = [
+        name
+        for name, stored in parts.items()
+        if name not in kept and any(each.is_float for each in _groups_in(reader, stored))
+    ]
+    if changed:
+        logger.info("float8 numbers become %s in %s", dtype, listed(changed))
+
+
+def _groups_in(reader: WeightReader, stored: list[str]) -> list[GroupFormat]:
+    return [groups for name in stored if (groups := reader.tensors[name].groups)]
 
 
 def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is_on_gpu: bool) -> GroupedSize | None:
@@ -274,89 +292,9 @@ def _log(
     logger.info(message, checkpoint.path, sized(num_bytes), dtype, time.perf_counter() - start, *others)
 
 
-def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
-    """The model's parameters -> the tensors that are stacked in each, in order.
-
-    CheckpointError if names or shapes are not exactly those of the reader.
-    """
-    weights, names = {weight.module: weight for weight in model.config.weights()}, model.config.names
-    parts = {}
-    for name, parameter in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        whole = weights.get(name)  # a block's own parameter has no leaf
-        parts[name] = _parts_of(whole or weights[module], "" if whole else f".{leaf}", tuple(parameter.shape))
-    if model.config.is_tied and names.embedding not in reader.tensors and names.head_weight in reader.tensors:
-        parts[EMBEDDING] = {names.head_weight: parts[EMBEDDING][names.embedding]}  # either of the two may be stored
-    needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
-    leftover = reader.tensors.keys() - needed.keys() - _ignored(model.config, reader.tensors)
-    leftover = {name for name in leftover if not _is_zero_bias(reader, name)}
-    _refuse_differences(needed.keys() - reader.tensors.keys(), leftover)
-    for name, shape in needed.items():
-        if (found := reader.tensors[name].shape) != shape:
-            raise CheckpointError(f"tensor {name} has shape {list(found)}; the model needs {list(shape)}")
-    return {name: list(shapes) for name, shapes in parts.items()}
-
-
-def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Tensors that a checkpoint may hold without need.
-
-    They are a tied head's copy, rotary tables of older formats, and what the family skips.
-    """
-    tied = {config.names.head_weight} if config.is_tied else set()
-    needless = {name for name in names if name.endswith(".rotary_emb.inv_freq") or config.names.is_skipped(name)}
-    return tied | needless
-
-
-def _is_zero_bias(reader: WeightReader, name: str) -> bool:
-    """Returns true for a bias of zeros beside a matrix in groups: GPTQ's tools write these for products without one.
-
-    CheckpointError if it is not all zeros.
-    """
-    matrix = reader.tensors.get(f"{name.removesuffix('.bias')}.weight")
-    if not name.endswith(".bias") or matrix is None or matrix.groups is None:
-        return False
-    bias = _read(reader, name)
-    if not isinstance(bias, torch.Tensor) or bool(bias.any()):
-        raise CheckpointError(f"tensor {named(name)} is not zero, and this model has no such bias")
-    return True
-
-
-def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None:
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {_listed(sorted(missing))}")
-    if leftover:
-        raise CheckpointError(
-            f"the checkpoint has tensors that this model has no place for: {_listed(sorted(leftover))}"
-        )
-
-
-def _parts_of(weight: Weight, suffix: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that are stacked in a parameter, with their shapes."""
-    if len(weight.parts) == 1:
-        return {f"{weight.parts[0].name}{suffix}": shape}
-    equal = shape[0] // len(weight.parts)
-    return {f"{part.name}{suffix}": (part.length or equal, *shape[1:]) for part in weight.parts}
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Turns any error into a CheckpointError about that tensor: a damaged file may show only when it is read."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
-
-
-def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
-    with _naming(name):
-        return reader.read(name)
-
-
 def _read_group(reader: WeightReader, name: str) -> GroupedWeight:
     """A matrix in groups."""
-    read = _read(reader, name)
+    read = read_tensor(reader, name)
     assert isinstance(read, GroupedWeight), "it has a format"
     return read
 
@@ -373,7 +311,7 @@ def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, dev
     place = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
     for rows, name in zip(torch.split(place, [shape[0] for shape in shapes]), stored, strict=True):
         if reader.tensors[name].groups is None:
-            with _naming(name):
+            with naming_tensor(name):
                 reader.read_into(name, rows)
             continue
         _dequantize_into(rows, _read_group(reader, name))
@@ -389,8 +327,3 @@ def _dequantize_into(place: torch.Tensor, read: GroupedWeight) -> None:
 def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=False))
-
-
-def _listed(names: list[str]) -> str:
-    listed = ", ".join(named(name) for name in names[:3])
-    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

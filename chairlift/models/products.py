@@ -1,15 +1,16 @@
 """Products with a model's matrices on a GPU: of few rows by kernels of ours, where these are faster, else by cuBLAS.
 
 Matrices in groups are read as they are stored, by kernels; for many rows, the numbers of one matrix at a time are
-written to a workspace that all share. Which kernel a shape takes is measured at start: over the matrices of that shape,
-with what a layer folds into the product. The results depend on the table of these choices, which is logged, and on
-nothing else of the measurement.
+written to a workspace that all share, or float8 numbers are multiplied as such (`float8_products`). Which kernel a
+shape takes is measured at start: over the matrices of that shape, with what a layer folds into the product. The results
+depend on the table of these choices, which is logged, and on nothing else of the measurement.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from chairlift.errors import sized
 from chairlift.kernels.few_rows import MAX_ROWS, Norm, Tile, multiply
 from chairlift.kernels.grouped import GROUP_SIZES, StoredMatrix, dequantize
 from chairlift.kernels.timing import measure
+from chairlift.models import float8_products
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import workspace_elements
 from chairlift.models.layers import Linear, RMSNorm, Use
@@ -41,8 +43,19 @@ _ONE_ROW = {
 _MORE_ROWS = {16: (Tile(32, 256), Tile(16, 256)), 8: (Tile(32, 128),), 4: (Tile(32, 128),)}
 
 
+class ManyRows(Protocol):
+    """A way to multiply more rows than kernels of ours take by a matrix in groups."""
+
+    def multiply(self, x: torch.Tensor, matrix: StoredMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+        """`[T, in] -> [T, out]`"""
+        ...
+
+
 class Workspace:
-    """Holds the numbers of one matrix in groups at a time; products come one after the other, so all share it."""
+    """Is a `ManyRows`: holds the numbers of one matrix at a time.
+
+    Products come one after the other, so all share it.
+    """
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._elements = torch.empty(num_elements, dtype=dtype, device=device)
@@ -69,9 +82,9 @@ class ChosenProduct:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         tiles: tuple[Tile | None, ...],
-        workspace: Workspace | None,
+        many_rows: ManyRows | None,
     ) -> None:
-        self._matrix, self._bias, self._dtype, self._tiles, self._workspace = matrix, bias, dtype, tiles, workspace
+        self._matrix, self._bias, self._dtype, self._tiles, self._many_rows = matrix, bias, dtype, tiles, many_rows
 
     def folds(self, num_rows: int) -> bool:
         """See `Product`."""
@@ -93,9 +106,9 @@ class ChosenProduct:
             return _multiply(x, self._matrix, self._bias, tile, norm, addend)
         assert norm is None, "only kernels fold these in"
         assert addend is None, "only kernels fold these in"
-        if self._workspace is None:
+        if self._many_rows is None:
             return F.linear(x, self._matrix.values, self._bias)
-        return self._workspace.multiply(x, self._matrix, self._bias)
+        return self._many_rows.multiply(x, self._matrix, self._bias)
 
     def _tile(self, num_rows: int) -> Tile | None:
         if num_rows == 0:  # a step of prompts that go on has no row whose logits anyone wants
@@ -117,12 +130,19 @@ class _Site:
         matrix, use = self.matrix, self.use
         groups = matrix.group_size, *(None if each is None else each.dtype for each in (matrix.scales, matrix.offsets))
         what = use.norm is not None, use.adds, self.linear.bias is None
-        return matrix.num_bits, matrix.num_outputs, matrix.num_inputs, groups, what
+        return matrix.values.dtype, matrix.num_outputs, matrix.num_inputs, groups, what
+
+    @property
+    def is_float(self) -> bool:
+        """Tells if the matrix holds float8 numbers, or their bytes."""
+        grouped = self.linear.grouped
+        return grouped is not None and grouped.is_float
 
     def describe(self) -> str:
         """Names the shape, for the log."""
         matrix, use = self.matrix, self.use
-        kind = "" if matrix.num_bits == 16 else f" of {matrix.num_bits} bits in groups of {matrix.group_size}"
+        number = "float8" if self.is_float else f"{matrix.num_bits} bits"
+        kind = "" if matrix.num_bits == 16 else f" of {number} in groups of {matrix.group_size}"
         folded = {"norm": use.norm is not None, "residual": use.adds}
         names = [name for name, is_folded in folded.items() if is_folded]
         return f"{matrix.num_outputs} x {matrix.num_inputs}{kind} with {' and '.join(names) or 'nothing'}"
@@ -140,52 +160,69 @@ class _Site:
 
 
 def install_products(
-    model: Decoder, stopwatch: Stopwatch = measure, *, can_start_early: bool = False
+    model: Decoder, stopwatch: Stopwatch = measure, *, can_start_early: bool = False, reads_float8: bool = True
 ) -> dict[str, tuple[Tile | None, ...]]:
     """Chooses a way for every product of the model, whose matrices are on the device. Returns the table, for the log.
 
-    `can_start_early`: the device has programmatic dependent launch.
+    `can_start_early`: the device has programmatic dependent launch; `reads_float8`: it has instructions for float8.
     """
     start = time.perf_counter()
     by_shape: dict[tuple[object, ...], list[_Site]] = {}
-    for site in _find_sites(model):
+    for site in _find_sites(model, reads_float8=reads_float8):
         by_shape.setdefault(site.shape, []).append(site)
-    workspace, table = _make_workspace(model, by_shape), {}
+    many_rows, table = _choose_for_many_rows(model, by_shape), {}
     for sites in by_shape.values():
         first = sites[0]
         tiles = tuple(_choose(sites, size, model, stopwatch, can_start_early=can_start_early) for size in _SIZES)
         table[first.describe()] = tiles
         for site in sites:
-            own = None if site.matrix.num_bits == 16 else workspace
+            own = many_rows.get(site.shape)
             site.linear.product = ChosenProduct(site.matrix, site.linear.bias, model.dtype, tiles, own)
     logger.info("products of few rows were timed in %.1f s", time.perf_counter() - start)
     return table
 
 
-def _find_sites(model: Decoder) -> Iterator[_Site]:
+def _find_sites(model: Decoder, *, reads_float8: bool) -> Iterator[_Site]:
     uses: dict[Linear, Use] = {}
     for layer in model.layers:
         uses |= layer.uses()
     for module in model.modules():
-        if isinstance(module, Linear) and module.is_whole and (matrix := _stored(module, model.dtype)) is not None:
-            yield _Site(module, matrix, uses.get(module, Use()))
+        if isinstance(module, Linear) and module.is_whole:
+            matrix = _stored(module, model.dtype, reads_float8=reads_float8)
+            if matrix is not None:
+                yield _Site(module, matrix, uses.get(module, Use()))
 
 
-def _stored(linear: Linear, dtype: torch.dtype) -> StoredMatrix | None:
+def _stored(linear: Linear, dtype: torch.dtype, *, reads_float8: bool) -> StoredMatrix | None:
     """The matrix as kernels take it. None: plain numbers of 32 bits stay with cuBLAS."""
     grouped = linear.grouped
     if grouped is None:
         return StoredMatrix(16, linear.weight.detach()) if dtype.itemsize == 2 else None
-    if grouped.group_size not in GROUP_SIZES:
+    has_row_scales = grouped.is_float and grouped.scales.shape[1] == 1
+    if grouped.group_size not in GROUP_SIZES and not has_row_scales:
         grouped = grouped.regrouped(GROUP_SIZES[0])
-    return StoredMatrix(grouped.num_bits, grouped.values, grouped.scales, grouped.offsets)
+    values = grouped.values if reads_float8 or not grouped.is_float else grouped.values.view(torch.uint8)
+    scales = grouped.scales.float() if has_row_scales else grouped.scales
+    return StoredMatrix(grouped.num_bits, values, scales, grouped.offsets)
 
 
-def _make_workspace(model: Decoder, by_shape: Mapping[tuple[object, ...], list[_Site]]) -> Workspace | None:
-    grouped = [sites[0].matrix for sites in by_shape.values() if sites[0].matrix.num_bits < 16]
-    if not grouped:
-        return None
-    num_elements = max(workspace_elements(each.num_outputs, each.num_inputs) for each in grouped)
+def _choose_for_many_rows(
+    model: Decoder, by_shape: Mapping[tuple[object, ...], list[_Site]]
+) -> dict[tuple[object, ...], ManyRows]:
+    """By shape; plain numbers have no entry."""
+    grouped = {shape: sites[0].matrix for shape, sites in by_shape.items() if sites[0].matrix.num_bits < 16}
+    chosen: dict[tuple[object, ...], ManyRows] = {}
+    for shape, matrix in grouped.items():
+        if float8_products.suits(matrix, model.dtype) and float8_products.is_available(model.device):
+            chosen[shape] = float8_products.Float8Products()
+    others = [shape for shape in grouped if shape not in chosen]
+    if others:
+        chosen |= dict.fromkeys(others, _make_workspace(model, [grouped[shape] for shape in others]))
+    return chosen
+
+
+def _make_workspace(model: Decoder, matrices: list[StoredMatrix]) -> Workspace:
+    num_elements = max(workspace_elements(each.num_outputs, each.num_inputs) for each in matrices)
     logger.info(
         "matrices in groups are read as they are stored; with more than %d rows, through a workspace of %s",
         MAX_ROWS,

@@ -28,6 +28,7 @@ class GroupFormat:
     scale_bytes: int  # of a scale, and of an offset
     has_offsets: bool = False
     scales_per_step: int = 0  # native code has scales as bytes, and so many share a step of 16 bits; 0: as numbers
+    is_float: bool = False  # its values are float8 numbers, which native code does not multiply
 
     @property
     def num_scales(self) -> int:
@@ -85,6 +86,10 @@ class SafetensorsWeights:
         for path in files:
             self._places |= read_places(path)
         self.tensors = {name: StoredTensor(place.shape) for name, place in self._places.items()}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the type of the numbers that the tensor holds."""
+        return self._places[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
         place = self._places[name]

@@ -24,6 +24,8 @@ from tests.models.compressed_support import (
     Tensors,
     awq,
     compressed_tensors,
+    fine_grained,
+    float8,
     gptq,
     pack_awq,
     pack_gptq,
@@ -109,6 +111,7 @@ def main() -> None:
     make_checkpoint(CORPUS / SHARED, dtype=torch.bfloat16, **{**_SMALL, "tie_word_embeddings": True})
     for name in ("gptq", "awq", "compressed"):
         _write_compressed(CORPUS / name, name)
+    _write_float8(CORPUS / "float8")
     _write_sharded(CORPUS / "sharded")
     mixture: dict[str, Any] = {"num_local_experts": 2, "intermediate_size": 8, "tie_word_embeddings": True}
     _write_plainly(CORPUS / "adapted", model_type="phimoe", pad_token_id=0, hidden_size=16, **mixture)
@@ -180,6 +183,18 @@ def _write_compressed(directory: Path, name: str) -> None:
             tensors |= pack(base, quantized(seed, shape, 8 if name == "compressed" else 4, _GROUP_SIZE, False))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_config(directory, read_config(directory), quantization_config=stated)
+
+
+def _write_float8(directory: Path) -> None:
+    model = _write_plainly(directory)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed, weight in enumerate(sorted(tensors)):
+        base = weight.removesuffix(".weight")
+        if base.endswith("_proj"):
+            made, _ = float8(base, seed, (32, 32), (16, 16), "weight_scale_inv")
+            tensors |= made
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_config(directory, read_config(directory), quantization_config=fine_grained((16, 16)))
 
 
 def _write_gguf(

@@ -20,16 +20,22 @@ STORED = {
     "8 bits, offsets": (8, -64),
     "4 bits": (4, 128),
     "4 bits, offsets": (4, -32),
+    "float8": (8, 64),
+    "float8, whole rows": (8, 0),
+    "bytes of float8": (8, 128),
+    "bytes of float8, whole rows": (8, 0),
 }
 SHAPE = 24, 320  # neither is a multiple of a tile
 
 
 def stored(kind: str, num_outputs: int, num_inputs: int) -> tuple[StoredMatrix, torch.Tensor]:
-    """A matrix, and its numbers in float32. Bits, and size of groups: below zero, with offsets."""
+    """A matrix, and its numbers in float32. Bits, and size of groups: below zero, with offsets; zero: of rows."""
     num_bits, size = STORED[kind]
     if num_bits == 16:
         plain = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(HALF)
         return StoredMatrix(16, plain.to(DEVICE)), plain.float()
+    if "float8" in kind:
+        return stored_float8(num_outputs, num_inputs, size, as_bytes=kind.startswith("bytes"))
     width, limits, dtype = (1, (-127, 128), torch.int8) if num_bits == 8 else (2, (0, 256), torch.uint8)
     values = torch.randint(*limits, (num_outputs, num_inputs // width), dtype=dtype)
     groups = num_outputs, num_inputs // abs(size)
@@ -38,6 +44,15 @@ def stored(kind: str, num_outputs: int, num_inputs: int) -> tuple[StoredMatrix, 
     exact = GroupedWeight(num_bits, values, scales, offsets).dequantize()
     parts = None if offsets is None else offsets.to(DEVICE)
     return StoredMatrix(num_bits, values.to(DEVICE), scales.to(DEVICE), parts), exact
+
+
+def stored_float8(num_outputs: int, num_inputs: int, size: int, *, as_bytes: bool) -> tuple[StoredMatrix, torch.Tensor]:
+    values = torch.randint(0, 256, (num_outputs, num_inputs), dtype=torch.uint8)  # all numbers, but for NaN
+    values[(values & 127) == 127] = 1
+    numbers = values.view(torch.float8_e4m3fn)
+    scales = torch.rand(num_outputs, num_inputs // size if size else 1) / 128
+    exact = GroupedWeight(8, numbers, scales).dequantize()
+    return StoredMatrix(8, (values if as_bytes else numbers).to(DEVICE), scales.to(DEVICE)), exact
 
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -61,13 +76,13 @@ def seed() -> None:
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize(("num_rows", "tile"), [(1, ALONE), (5, CORES)])
 def test_a_product_is_that_with_the_stored_numbers(kind: str, num_rows: int, tile: Tile) -> None:
-    num_inputs = 384 if kind == "4 bits" else SHAPE[1]  # a multiple of groups
+    num_inputs = SHAPE[1] if SHAPE[1] % max(1, STORED[kind][1]) == 0 else 384
     matrix, exact = stored(kind, SHAPE[0], num_inputs)
     x = random(num_rows, num_inputs)
     assert error(multiply(x, matrix, tile), F.linear(x.float().cpu(), exact)) < LIMIT
 
 
-@pytest.mark.parametrize("kind", ["plain", "8 bits", "4 bits, offsets"])
+@pytest.mark.parametrize("kind", ["plain", "8 bits", "4 bits, offsets", "float8, whole rows"])
 @pytest.mark.parametrize(("num_rows", "tile"), [(1, ALONE), (3, CORES)])
 def test_norm_bias_and_residual_are_folded_in(kind: str, num_rows: int, tile: Tile) -> None:
     matrix, exact = stored(kind, *SHAPE)
@@ -121,16 +136,23 @@ _POINTERS = ("x", "factors", "values", "scales", "offsets", "bias", "addend", "o
 _FLAGS = ("HAS_OFFSETS", "NORM", "IS_OFFSET", "HAS_BIAS", "ADDS", "IS_EARLY")
 
 
-def compilation(name: str, num_bits: int, tile: Tile, num_rows: int, *flags: str) -> Compilation:
+def compilation(
+    name: str, num_bits: int, tile: Tile, num_rows: int, *flags: str, values: str = "", group: int = 128
+) -> Compilation:
     types = (
         dict.fromkeys(_POINTERS, "*bf16")
         | dict.fromkeys(("N_ALL", "K", "num_rows", "x_stride"), "i32")
         | {"eps": "fp32"}
     )
-    types |= {"values": {16: "*bf16", 8: "*i8", 4: "*u8"}[num_bits]}
+    types |= {"values": values or {16: "*bf16", 8: "*i8", 4: "*u8"}[num_bits]}
     if num_bits < 16:
         types |= {"scales": "*fp32", "offsets": "*fp32"}
-    constants = {"BITS": num_bits, "GROUP": 32 if num_bits == 16 else 128, "N": tile.num_outputs, "KB": tile.num_inputs}
+    constants = {
+        "BITS": num_bits,
+        "GROUP": 32 if num_bits == 16 else group,
+        "N": tile.num_outputs,
+        "KB": tile.num_inputs,
+    }
     constants |= {flag: flag in flags for flag in _FLAGS}
     aligned: tuple[str, ...] = (*_POINTERS, "N_ALL", "K")
     if not tile.is_for_one_row:
@@ -153,6 +175,10 @@ COMPILATIONS = (
     compilation("4 bits, 64 rows", 4, Tile(32, 128), 64, "NORM", "HAS_OFFSETS"),
     compilation("8 bits, one row", 8, Tile(4, 1024, is_for_one_row=True), 1, "NORM"),
     compilation("4 bits, one row", 4, Tile(4, 2048, is_for_one_row=True), 1, "NORM", "HAS_OFFSETS"),
+    compilation("float8", 8, Tile(32, 128), 16, "NORM", values="*fp8e4nv"),
+    compilation("float8, one row", 8, Tile(4, 1024, is_for_one_row=True), 1, "NORM", values="*fp8e4nv", group=0),
+    compilation("bytes of float8", 8, Tile(32, 128), 16, "NORM", values="*u8", group=0),
+    compilation("bytes of float8, one row", 8, Tile(4, 2048, is_for_one_row=True), 1, "NORM", values="*u8"),
     compilation("4 bits, early", 4, Tile(4, 2048, is_for_one_row=True, is_early=True), 1, "ADDS", "IS_EARLY"),
 )
 

@@ -1,4 +1,4 @@
-"""Packs matrices of known integers as compressed-tensors, AWQ and GPTQ do: element by element, as they document it."""
+"""Writes matrices as compressed-tensors, AWQ, GPTQ and the tools for float8 do: element by element, as documented."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -105,3 +105,34 @@ def gptq(num_bits: int = 4, group_size: int = 64, **stated: Any) -> dict[str, An
 
 def awq(**stated: Any) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", **stated}
+
+
+def float8(
+    name: str, seed: int, shape: tuple[int, int], block: tuple[int, int] | None, ending: str
+) -> tuple[Tensors, torch.Tensor]:
+    """float8 numbers `[out, in]` with a scale for each block (None: one for all), and the matrix that they are."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    high, wide = block or shape
+    scales = 1e-3 * torch.rand(-(-shape[0] // high), -(-shape[1] // wide), generator=generator) + 1e-4
+    exact = torch.empty(shape)
+    for row in range(shape[0]):
+        for column in range(0, shape[1], wide):
+            exact[row, column : column + wide] = numbers[row, column : column + wide].float()
+            exact[row, column : column + wide] *= scales[row // high, column // wide]
+    stored = scales.squeeze() if block is None else scales
+    return {f"{name}.weight": numbers, f"{name}.{ending}": stored}, exact
+
+
+def fine_grained(block: tuple[int, int] | None, **stated: Any) -> dict[str, Any]:
+    """As Qwen's and DeepSeek's checkpoints state float8."""
+    size = None if block is None else list(block)
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": size, **stated}
+
+
+def float_quantized(strategy: str, **stated: Any) -> dict[str, Any]:
+    """As compressed-tensors states float8, with a static scale of activations."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    activations = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights | stated, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}

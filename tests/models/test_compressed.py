@@ -101,7 +101,7 @@ ACTIVATIONS["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"quant_method": "fp8"}, "quantized with fp8"),
+        ({"quant_method": "bitsandbytes"}, "quantized with bitsandbytes"),
         ({**compressed_tensors(4, 128, True), "format": "nvfp4-pack-quantized"}, "in the format nvfp4-pack-quantized"),
         ({**compressed_tensors(8, -1, True), "format": "int-quantized"}, "in the format int-quantized"),
         (compressed_tensors(4, 128, True, actorder="group"), "in the order of activations (actorder)"),

@@ -113,11 +113,12 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         return _load_adapted_forward(checkpoint, config)
     is_native, is_dummy = config.attention_backend is AttentionBackend.CPU, config.load_format is LoadFormat.DUMMY
     is_calibrated = config.quantization is Quantization.INT4 and not is_dummy
+    is_float8 = config.quantization is Quantization.FP8
     # Native code makes rotary tables of its own.
     num_positions = config.slot_len if not is_native else calibration.LENGTH if is_calibrated else 1
     lengths = config.max_seq_len, num_positions
     if is_dummy:
-        model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
+        model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths, is_float8=is_float8)
     else:
         model = load_model(
             replace(checkpoint, unpacker=cpu.UNPACKER) if is_native else checkpoint,
@@ -126,6 +127,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             *lengths,
             keeps_groups=config.keeps_groups,
             reads_late=is_native,
+            is_float8=is_float8,
         )
     if is_native:
         calibration_ids = calibration.draw_tokens(checkpoint.config.vocab_size) if is_calibrated else None
@@ -149,8 +151,12 @@ def _choose_products(model: Decoder) -> None:
 
 
 def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
-    if config.batch_invariant or config.load_format is LoadFormat.DUMMY:
-        setting = "batch_invariant" if config.batch_invariant else "load_format dummy"
+    unfit = {
+        "batch_invariant": config.batch_invariant,
+        "load_format dummy": config.load_format is LoadFormat.DUMMY,
+        "quantization": config.quantization is not None,
+    }
+    if setting := next((name for name, is_set in unfit.items() if is_set), None):
         raise ConfigurationError(
             f"{setting} works with the families that docs/models.md lists, and {checkpoint.config.architecture} is in"
             " none; leave it out"

@@ -20,6 +20,8 @@ from chairlift.models.recurrence import Recur
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeTable
 
+_LARGE_PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj", "in_proj", "out_proj")  # modules
+
 
 class _Body(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -79,6 +81,15 @@ class Decoder(nn.Module):
         own = self.get_submodule(module) if leaf == "weight" else None
         is_multiplied = isinstance(own, Linear) and own.is_whole if is_on_gpu else self.is_product(name)
         return is_multiplied or isinstance(own, RowTable)
+
+    def can_round(self, name: str) -> bool:
+        """Returns true for a matrix that becomes float8 if quantization asks for that.
+
+        It is a large one of a layer, but for those of experts: neither a head nor a router, nor a gate of few outputs.
+        """
+        module, _, leaf = name.rpartition(".")
+        is_large = leaf == "weight" and module.rpartition(".")[2] in _LARGE_PRODUCTS
+        return is_large and self.can_keep_groups(name, is_on_gpu=True)
 
     def load_weight(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces the matrix of a product, or one that is looked up.

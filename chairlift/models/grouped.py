@@ -14,6 +14,7 @@ LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
+_ELEMENTS_ROUNDED_AT_ONCE = 1 << 24  # to float8, on a GPU
 _QUANTIZED_GROUP = 32
 _CODES = 16
 _PARTS_OF_RANGE = (1.0, 0.94, 0.88)
@@ -187,6 +188,22 @@ def quantize(weight: torch.Tensor, num_bits: int, importance: torch.Tensor | Non
     parts = compute_each(round_part, torch.split(padded, num_rows), padded.numel())
     values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
     return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
+
+
+def round_to_float8(weight: torch.Tensor) -> GroupedWeight:
+    """`[out, in]` of any floating dtype -> float8 numbers with a scale for each row, whose largest number is float8's.
+
+    On the weight's device, a part of the rows at a time. A NaN makes its row's scale NaN.
+    """
+    values = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
+    scales = torch.empty(len(weight), 1, device=weight.device)
+    num_rows = max(1, _ELEMENTS_ROUNDED_AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), num_rows):
+        some = slice(start, start + num_rows)
+        wide = weight[some].float()
+        scales[some] = wide.abs().amax(dim=1, keepdim=True) / LARGEST_FLOAT8
+        values[some] = (wide * _inverse(scales[some])).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
+    return GroupedWeight(8, values, scales)
 
 
 def _shares_in_groups(importance: torch.Tensor) -> torch.Tensor:

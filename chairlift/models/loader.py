@@ -22,7 +22,7 @@ from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, stack_rows, workspace_elements
+from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, round_to_float8, stack_rows, workspace_elements
 from chairlift.models.matching import listed, match_tensors, naming_tensor, read_tensor, refuse_differences
 from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, count_scale_bytes
@@ -44,13 +44,14 @@ def load_model(
     *,
     keeps_groups: bool = False,
     reads_late: bool = False,
+    is_float8: bool = False,
 ) -> Decoder:
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
     groups, so those of products and embeddings stay as they are stored; on a GPU but for those of experts, and
     embeddings. `reads_late`: the backend packs one matrix of a product at a time and then frees it, so each is read
-    only when it is packed.
+    only when it is packed. `is_float8`: large matrices are rounded to float8 as they are read, which is for a GPU.
     """
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
@@ -77,12 +78,16 @@ def load_model(
             elif reads_late and model.is_product(name):
                 num_late += model.get_parameter(name).numel() * dtype.num_bytes
                 model.load_weight(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
+            elif is_float8 and model.can_round(name):
+                rounded = round_to_float8(_read_plain(reader, stored, TORCH_DTYPES[dtype], device))
+                num_kept += rounded.num_bytes
+                model.load_weight(name, rounded)
             else:
                 format = torch.float32 if name in exact else TORCH_DTYPES[dtype]
                 _set(model, name, _read_plain(reader, stored, format, device))
     model.finalize(max_seq_len, num_positions)
     more = f"; {sized(num_late)} more are read when they are packed" if num_late else ""
-    more = f", and {sized(num_kept)} quantized" if is_on_gpu and num_kept else more
+    more = f", and {sized(num_kept)} quantized" if num_kept and (is_on_gpu or is_float8) else more
     _log("loaded %s: %s of weights for %s in %.2f s%s", checkpoint, model, dtype, start, more)
     return model
 
@@ -94,11 +99,13 @@ def make_dummy_model(
     seed: int,
     max_seq_len: int,
     num_positions: int | None = None,
+    *,
+    is_float8: bool = False,
 ) -> Decoder:
     """The model with random weights that depend on the seed and the kind of device; only the configuration is read.
 
     Matrices are normal with deviation 1 / sqrt(inputs), so that products keep the scale of what goes in (LeCun et al.,
-    "Efficient BackProp", 1998); norms one; biases zero.
+    "Efficient BackProp", 1998); norms one; biases zero. `is_float8`: see `load_model`.
     """
     start = time.perf_counter()
     model = _describe_model(checkpoint.config)
@@ -111,6 +118,9 @@ def make_dummy_model(
             parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
+    for name, parameter in list(model.named_parameters()):
+        if is_float8 and model.can_round(name):
+            model.load_weight(name, round_to_float8(parameter.detach()))
     model.finalize(max_seq_len, num_positions)
     _log("made up weights for %s: %s for %s in %.2f s", checkpoint, model, dtype, start)
     return model

@@ -66,6 +66,9 @@ def resolved(
     return resolve(EngineConfig(**config), shape, NUM_PARAMETERS, machine, find_obstacle, grouped)
 
 
+KERNELS_GPU = replace(GPU, has_own_kernels=True)
+
+
 def room_for(num_slots: int, short_by: int = 0) -> MachineFacts:
     """The GPU with memory for the weights and, in the cache's share, so many slots of 4096 tokens."""
     return replace(GPU, free_bytes=GIB // 2 + num_slots * 4096 * 2**16 * 5 // 4 - short_by)
@@ -92,6 +95,7 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
         | {"max_seq_len": 4096, "max_num_batched_tokens": 2048, "max_steps_per_launch": 4},
     ),
     "the second gpu": (replace(GPU, device="cuda:1"), {"device": "cuda"}, {"device": "cuda:1"}),
+    "float8 on a gpu": (KERNELS_GPU, {"quantization": "fp8"}, {"dtype": "bfloat16", **ON_GPU, "keeps_groups": True}),
     # The number format is the checkpoint's where the machine multiplies it, or where the kernels widen it.
     "float16 on a cpu": (CPU, {"stored": F16}, {"dtype": "float32"}),
     # Native code does not compute in float16.
@@ -225,12 +229,20 @@ UNFIT = f"the weights do not fit: they need 512.00 MiB as bfloat16, and 256.00 M
 OVER = "kv_cache_memory_bytes is 70.00 GiB, and 63.50 GiB are free beside the weights; lower it"
 QUANTIZED = "the checkpoint's weights are quantized already; leave quantization out"
 NO_CPU = "quantization needs attention_backend cpu, which does not work here: no compiler"
+NO_FLOAT8 = "quantization fp8 needs a GPU that multiplies bfloat16, and Triton; on a CPU choose int8 or int4"
 REFUSALS: list[tuple[MachineFacts, dict[str, Any], str]] = [
     (CPU, BY_FLASH, "attention_backend flash_attn does not work here: not there; choose torch, or remove the obstacle"),
     (CPU, ON_CPU, "attention_backend cpu does not work here: no compiler; choose torch, or remove the obstacle"),
     (CPU, {"quantization": "int8"}, NO_CPU),
     (CPU, {"quantization": "int8", **IN_TORCH}, "quantization needs attention_backend cpu, not torch"),
     (CPU, {"quantization": "int8", **GROUPS}, QUANTIZED),
+    (CPU, {"quantization": "fp8"}, NO_FLOAT8),
+    (GPU, {"quantization": "fp8"}, NO_FLOAT8),
+    (
+        KERNELS_GPU,
+        {"quantization": "fp8", "dtype": F32},
+        "quantization fp8 needs dtype bfloat16 or float16, not float32",
+    ),
     (GPU, {"batch_invariant": True}, "batch_invariant works on a CPU only, and the device is cuda:0"),
     (CPU, {"max_seq_len": 8193}, "max_seq_len 8193 is more than the model's 8192 positions"),
     (CPU, {"max_batch_size": 8, "max_num_batched_tokens": 7}, SEVEN_FOR_EIGHT),
@@ -405,6 +417,13 @@ def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
 def test_weights_that_do_not_fit_name_formats_that_need_less(free: int, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         resolved(replace(CPU, free_bytes=free), **asked)
+
+
+def test_on_a_gpu_that_format_is_float8() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"they would need less \(fp8 320\.00 MiB\), or choose a smaller model$"
+    ):
+        resolved(replace(KERNELS_GPU, free_bytes=GIB // 4))
 
 
 # Rotary tables

@@ -14,7 +14,8 @@ from chairlift.kernels.grouped import StoredMatrix
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.blocks.experts import StackedLinear
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.float8_products import round_rows
+from chairlift.models.grouped import GroupedWeight, round_to_float8
 from chairlift.models.products import Stopwatch, Workspace, install_products
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, write_model
@@ -108,6 +109,44 @@ def test_a_large_matrix_goes_through_the_workspace_in_parts() -> None:
     assert error(got.cpu(), wanted) < 1e-6  # sums of float32 in another order
 
 
+@torch.inference_mode()
+def rounded(model: Decoder) -> Decoder:
+    """The same with the numbers that float8 matrices of its layers stand for."""
+    for name, weight in list(model.named_parameters()):
+        if model.can_round(name):
+            weight.copy_(round_to_float8(weight).dequantize(weight.dtype))
+    return model
+
+
+@pytest.mark.parametrize("reads_float8", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 5, 66])
+def test_float8_matrices_are_multiplied_as_they_are(checkpoint: Path, num_rows: int, reads_float8: bool) -> None:
+    opened = open_checkpoint(str(checkpoint))
+    kept = load_model(opened, DType.FLOAT16, DEVICE, 128, is_float8=True)
+    chosen = install_products(kept, lambda _: 1.0, reads_float8=reads_float8)
+    assert "96 x 64 with nothing" in chosen  # the head stays as it is
+    assert "64 x 96 of float8 in groups of 96 with residual" in chosen
+    assert error(logits(kept, num_rows), logits(rounded(load(checkpoint, DType.FLOAT16)), num_rows)) < 5e-3
+
+
+def test_many_rows_are_rounded_to_float8_beside_bfloat16(checkpoint: Path) -> None:
+    opened = open_checkpoint(str(checkpoint))
+    kept = load_model(opened, DType.BFLOAT16, DEVICE, 128, is_float8=True)
+    install_products(kept, lambda _: 1.0)
+    exact = logits(rounded(load(checkpoint, DType.BFLOAT16)), 66)
+    assert 1e-3 < error(logits(kept, 66), exact) < 6e-2
+
+
+def test_a_row_is_rounded_by_itself() -> None:
+    x = torch.randn(5, 64) * torch.tensor([[1e-3], [1.0], [1e4], [0.0], [7.0]])
+    together, scales = round_rows(x.bfloat16())
+    for index, row in enumerate(x.bfloat16()):
+        alone, scale = round_rows(row[None])
+        assert torch.equal(alone[0].view(torch.uint8), together[index].view(torch.uint8))
+        assert torch.equal(scale[0], scales[index])
+    assert torch.equal(together.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0, 448.0]))
+
+
 def test_matrices_of_experts_stay_with_torch(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4, **SHAPE)
     model = load(tmp_path, DType.FLOAT16)
@@ -125,3 +164,18 @@ def test_a_model_with_measured_products_is_right(make: str, request: pytest.Fixt
     install_products(kept, can_start_early=torch.cuda.get_device_capability() >= (9, 0))
     for num_rows in (1, 2, 16, 17, 64, 65):
         assert error(logits(kept, num_rows), logits(plain, num_rows)) < 3e-2
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize("reads_float8", [True, False])
+def test_so_is_one_in_float8(checkpoint: Path, dtype: DType, reads_float8: bool) -> None:
+    capability = torch.cuda.get_device_capability()
+    if reads_float8 and capability < (8, 9):
+        pytest.skip("this GPU has no instructions for float8")
+    kept = load_model(open_checkpoint(str(checkpoint)), dtype, DEVICE, 128, is_float8=True)
+    exact = rounded(load(checkpoint, dtype))
+    install_products(kept, can_start_early=capability >= (9, 0), reads_float8=reads_float8)
+    for num_rows in (1, 2, 16, 64):
+        assert error(logits(kept, num_rows), logits(exact, num_rows)) < 3e-2
+    assert error(logits(kept, 65), logits(exact, 65)) < 6e-2  # perhaps with rounded inputs

@@ -8,6 +8,7 @@ from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.cache.layout import StateLayout
 from chairlift.cache.state_books import PROMPT_TAIL
 from chairlift.config import MAX_DRAFT, AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
+from chairlift.engine.execution.weight_sizes import advise, describe_shortage, formats_for, weigh
 from chairlift.errors import ConfigurationError, sized
 from chairlift.models.attention.flash import PAGE_SIZE
 from chairlift.models.config import ModelShape
@@ -71,6 +72,7 @@ def resolve(
     dtype = config.dtype
     if dtype == "auto":
         dtype = _choose_dtype(model.dtype, machine, choose_backend, has_groups=grouped is not None)
+    _refuse_wide_float8(config, dtype)
     backend = choose_backend(dtype)
     if config.speculation is not None:
         _check_speculation(config, machine, backend.name)
@@ -78,12 +80,12 @@ def resolve(
     is_native = backend.name is AttentionBackend.CPU
     keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
     stored, has_experts = config.quantization or dtype, bool(model.num_experts)
-    weight_bytes = _weigh(
-        num_parameters, _bytes_per_weight(stored, has_experts), grouped if keeps_groups else None, is_native
-    )
+    kept = grouped if keeps_groups else None
+    weight_bytes = weigh(num_parameters, stored, kept, has_experts=has_experts, is_native=is_native)
     if weight_bytes >= machine.free_bytes:
-        advice = _smaller_weights(config, num_parameters, has_experts, is_native and grouped is None)
-        raise _no_room_for_weights(weight_bytes, stored, machine, advice)
+        formats = [] if grouped is not None else formats_for(is_native=is_native, has_own_kernels=has_own_kernels)
+        advice = advise(num_parameters, config.quantization, formats, has_experts=has_experts)
+        raise ConfigurationError(f"{describe_shortage(weight_bytes, stored, machine.free_bytes)}; {advice}")
     decided = {
         "device": machine.device,
         "dtype": dtype,
@@ -112,42 +114,14 @@ def resolve(
 def _refuse_contradictions(config: EngineConfig, machine: MachineFacts, grouped: GroupedSize | None) -> None:
     if config.quantization is not None and grouped is not None:
         raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
+    if config.quantization is Quantization.FP8 and not machine.has_own_kernels:
+        raise ConfigurationError(
+            "quantization fp8 needs a GPU that multiplies bfloat16, and Triton; on a CPU choose int8 or int4"
+        )
     if config.prefix_cache_dir is not None and not config.enable_prefix_caching:
         raise ConfigurationError("prefix_cache_dir needs enable_prefix_caching; leave one of the two out")
     if config.batch_invariant and machine.is_gpu:
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
-
-
-def _bytes_per_weight(format: DType | Quantization, has_experts: bool) -> float:
-    return format.num_bytes if isinstance(format, DType) else format.bytes_per_weight(has_experts=has_experts)
-
-
-def _weigh(num_parameters: int, bytes_per_weight: float, kept: GroupedSize | None, is_native: bool) -> int:
-    """Bytes of the weights; beside those kept in groups also of the workspace in which torch makes numbers of them."""
-    if kept is None:
-        return int(num_parameters * bytes_per_weight)
-    num_plain = num_parameters - kept.num_parameters + (0 if is_native else kept.num_dequantized)
-    return int(num_plain * bytes_per_weight) + kept.num_bytes
-
-
-def _no_room_for_weights(
-    num_bytes: int, format: DType | Quantization, machine: MachineFacts, advice: str
-) -> ConfigurationError:
-    free = sized(machine.free_bytes)
-    return ConfigurationError(
-        f"the weights do not fit: they need {sized(num_bytes)} as {format}, and {free} are free; {advice}"
-    )
-
-
-def _smaller_weights(config: EngineConfig, num_parameters: int, has_experts: bool, can_quantize: bool) -> str:
-    """Advice where they do not fit."""
-    sizes = {each: _bytes_per_weight(each, has_experts) for each in Quantization}
-    least = _bytes_per_weight(config.quantization or DType.BFLOAT16, has_experts)
-    formats = [each for each, size in sizes.items() if size < least]
-    if not can_quantize or not formats:
-        return "choose a smaller model, or one that is quantized"
-    needs = " and ".join(f"{each} {sized(num_parameters * sizes[each])}" for each in formats)
-    return f"with quantization they would need less ({needs}), or choose a smaller model"
 
 
 def _fit_tables(
@@ -335,14 +309,14 @@ def _is_fast(dtype: DType, machine: MachineFacts, choose_backend: Callable[[DTyp
 def _resolve_backend(
     config: EngineConfig, machine: MachineFacts, find_obstacle: Callable[[AttentionBackend], str | None]
 ) -> _Backend:
-    wanted = config.attention_backend
-    if wanted == "auto" and config.quantization is None:
+    wanted, has_integers = config.attention_backend, config.quantization in (Quantization.INT8, Quantization.INT4)
+    if wanted == "auto" and not has_integers:
         return _best_backend(machine, find_obstacle)
-    if config.quantization is not None and wanted not in ("auto", AttentionBackend.CPU):
+    if has_integers and wanted not in ("auto", AttentionBackend.CPU):
         raise ConfigurationError(f"quantization needs attention_backend cpu, not {wanted}")
     backend = AttentionBackend.CPU if wanted == "auto" else wanted
     if obstacle := find_obstacle(backend):
-        if config.quantization is not None:
+        if has_integers:
             raise ConfigurationError(f"quantization needs attention_backend cpu, which does not work here: {obstacle}")
         raise ConfigurationError(
             f"attention_backend {backend} does not work here: {obstacle}; choose torch, or remove the obstacle"
@@ -367,6 +341,11 @@ def _check_speculation(config: EngineConfig, machine: MachineFacts, backend: Att
             f"speculation would change what is generated with attention_backend {backend}; leave it out, choose cpu, or"
             " set batch_invariant"
         )
+
+
+def _refuse_wide_float8(config: EngineConfig, dtype: DType) -> None:
+    if config.quantization is Quantization.FP8 and dtype is DType.FLOAT32:
+        raise ConfigurationError("quantization fp8 needs dtype bfloat16 or float16, not float32")
 
 
 def _resolve_seq_len(config: EngineConfig, model: ModelShape, machine: MachineFacts) -> int:

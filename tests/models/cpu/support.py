@@ -58,8 +58,9 @@ class Format:
 
 
 FLOAT32, BFLOAT16 = Format(torch.float32), Format(torch.bfloat16)
-FLOAT32_INT8, FLOAT32_INT4 = (Format(torch.float32, quantization) for quantization in Quantization)
-BFLOAT16_INT8, BFLOAT16_INT4 = (Format(torch.bfloat16, quantization) for quantization in Quantization)
+_INTEGERS = (Quantization.INT8, Quantization.INT4)
+FLOAT32_INT8, FLOAT32_INT4 = (Format(torch.float32, quantization) for quantization in _INTEGERS)
+BFLOAT16_INT8, BFLOAT16_INT4 = (Format(torch.bfloat16, quantization) for quantization in _INTEGERS)
 FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8, BFLOAT16_INT4)
 
 BASE = ModelConfig(

@@ -11,20 +11,20 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
-from chairlift.engine.execution.graphs import DecodeGraphs
 from chairlift.engine.execution.last_tokens import LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine
-from chairlift.engine.execution.mixed import MixedGraphs, padded_sizes
+from chairlift.engine.execution.recorded_steps import GraphParts
 from chairlift.engine.execution.recorder import GraphRecorder
+from chairlift.engine.execution.recordings import Recordings, list_obstacles, num_kept_tokens, num_scratch_tokens
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import ModelRunner
+from chairlift.engine.execution.sampling_graphs import SamplingGraphs
 from chairlift.engine.forks import prepare_for_forks
 from chairlift.engine.parts import DEFAULT_PARTS, Pacing, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import Checkpoint, find_obstacle, open_checkpoint, ragged_recurrence
-from chairlift.models.attention import PaddedForward
 from chairlift.models.loader import count_parameters, grouped_size
 from chairlift.params import SamplingParams
 from chairlift.plan import COMPUTE, RowPlan, SamplingKey, StepPlan
@@ -58,22 +58,20 @@ class Executor:
         ranks.meet()  # from here on, all ranks compute together
         device = torch.device(resolved.device)
         self.pacing = self._choose_pacing(device, resolved)
-        sizes = [] if self._padded_forward is None else padded_sizes(resolved.max_num_batched_tokens, resolved.slot_len)
         fitted = fit_cache(
             config,
             resolved,
             shape,
             self.forward,
             ranks.least,
-            num_recorded_tokens=max(sizes, default=0),
+            num_recorded_tokens=0 if self.pacing.recorder is None else num_kept_tokens(self.forward, resolved),
             make_sampler=parts.make_sampler,
         )
         self.config: ResolvedConfig = fitted
         self.is_divided = config.tensor_parallel_size > 1
         self.cache: ContinuousBatchingKVCacheManager
         self.sampler: Sampler
-        self.graphs: DecodeGraphs | None = None
-        self.mixed: MixedGraphs | None = None
+        self.recordings: Recordings | None = None
         self.runner = self._make_runner(device)
 
     def logits(self, token_ids: Sequence[int], places: slice) -> torch.Tensor:
@@ -102,10 +100,8 @@ class Executor:
         if not self._shape.can_record or not self._has_kernels(device, resolved):
             logger.info("no step is recorded: the layers of this model launch or read what differs from step to step")
             return replace(pacing, recorder=None)
-        if not self._can_pad:
-            logger.info(
-                "only decode steps are recorded: attention or other layers need numbers of a prompt on the host"
-            )
+        for obstacle in list_obstacles(self.forward):
+            logger.info(obstacle)
         return pacing
 
     def _has_kernels(self, device: torch.device, resolved: ResolvedConfig) -> bool:
@@ -114,16 +110,6 @@ class Executor:
         if shape.state_layout is not None and not ragged_recurrence.is_available(device):
             return False
         return shape.groups_experts(resolved.dtype, device)
-
-    @property
-    def _can_pad(self) -> bool:
-        return isinstance(self.forward, PaddedForward) and self.forward.can_pad
-
-    @property
-    def _padded_forward(self) -> PaddedForward | None:
-        """The forward, if steps with prompts in them are recorded."""
-        can_record = self.pacing.recorder is not None and self._can_pad
-        return self.forward if can_record and isinstance(self.forward, PaddedForward) else None
 
     def _make_runner(self, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape
@@ -136,36 +122,42 @@ class Executor:
         last_tokens = LastTokens(num_slots, device, knows_ends=books is not None and books.stops_at_ends)
         self.sampler = self._parts.make_sampler(self.vocab_size, num_slots, device)
         if recorder is not None:
-            self._make_graphs(recorder, last_tokens)
-        graphs = self.graphs, self.mixed
+            self.recordings = self._record(recorder, last_tokens)
         return self._parts.make_runner(
-            self.forward, self.cache, self.sampler, last_tokens, *graphs, is_divided=self.is_divided
+            self.forward, self.cache, self.sampler, last_tokens, self.recordings, is_divided=self.is_divided
         )
 
-    def _make_graphs(self, recorder: GraphRecorder, last_tokens: LastTokens) -> None:
-        config, blocks, forward = self.config, self.cache.blocks[0], self._padded_forward
-        places, states = self.cache.places, next(iter(self.cache.state_memories), None)
-        scratch, max_steps = self.cache.max_cache_batch_size - 1, config.max_steps_per_launch
-        self.cache.claim_slot(scratch)  # padding needs a slot
-        self.cache.grow(scratch, config.slot_len if forward is not None else min(max_steps, config.slot_len))
+    def _record(self, recorder: GraphRecorder, last_tokens: LastTokens) -> Recordings:
+        """Records steps and sampling, whose padding is in the last slot. ConfigurationError if they do not fit."""
+        blocks, scratch = self.cache.blocks[0], self.cache.max_cache_batch_size - 1
+        self.cache.claim_slot(scratch)
+        self.cache.grow(scratch, num_scratch_tokens(self.forward, self.config))
         try:
-            self.graphs = DecodeGraphs(
+            sampling = SamplingGraphs(
                 self.forward,
-                blocks,
                 last_tokens,
                 recorder,
-                self.vocab_size,
-                max_steps,
                 self.sampler.sample_rows,
-                places,
-                states,
+                vocab_size=self.vocab_size,
+                max_steps=self.config.max_steps_per_launch,
+                scratch=scratch,
+                device=blocks.device,
+                records_common=self.pacing.records_common,
             )
-            self.graphs.record_common(self.pacing.common_sizes)
-            if forward is not None:
-                self.mixed = MixedGraphs(
-                    forward, blocks, last_tokens, recorder, config.max_num_batched_tokens, places, states
+            return Recordings(
+                GraphParts(
+                    self.forward,
+                    blocks,
+                    last_tokens,
+                    recorder,
+                    sampling,
+                    max_num_tokens=self.config.max_num_batched_tokens,
+                    places=self.cache.places,
+                    states=next(iter(self.cache.state_memories), None),
+                    records_common=self.pacing.records_common,
+                    is_divided=self.is_divided,
                 )
-                self.mixed.record_common(self.pacing.common_tokens, is_divided=self.is_divided)
+            )
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "there is no memory left for CUDA graphs; lower kv_cache_memory_bytes, max_batch_size or max_seq_len"

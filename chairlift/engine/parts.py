@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.execution.graphs import COMMON_SIZES
-from chairlift.engine.execution.mixed import COMMON_TOKENS
 from chairlift.engine.execution.recorder import CudaRecorder, GraphRecorder
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.engine.execution.runner import ModelRunner
@@ -32,8 +30,7 @@ class Pacing:
 
     num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
     recorder: GraphRecorder | None = None  # of graphs of steps; None: they are launched operator by operator
-    common_sizes: frozenset[int] = COMMON_SIZES  # rows of decode steps whose graphs are recorded at start
-    common_tokens: frozenset[int] = COMMON_TOKENS  # tokens of steps with prompts in them; likewise
+    records_common: bool = True  # the common sizes are recorded at start; False: only the largest
 
     @classmethod
     def of(cls, device: torch.device) -> "Pacing":

@@ -43,7 +43,7 @@ class Computer(Protocol):
         ...
 
     def record_missing(self) -> bool:
-        """Records a graph that was missed. See `DecodeGraphs`."""
+        """Records a graph that was missed. See `Recordings`."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.mixed import MixedGraphs
 from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.parts import Parts
 from chairlift.engine.sampling.masks import TokenGrammar
@@ -54,6 +55,12 @@ class Recorder:
             work()
 
         return replay
+
+
+def mixed_of(llm: LLM) -> MixedGraphs | None:
+    """Returns the recordings of an engine's steps with prompts; None if there are none."""
+    recordings = core_of(llm).executor.recordings
+    return None if recordings is None else recordings.find(MixedGraphs)
 
 
 PROMPTS = random_prompts(1, [3, 17, 1, 40, 8, 2, 25, 11], VOCAB_SIZE)

@@ -26,7 +26,7 @@ def test_steps_with_prompts_of_a_mixture_of_experts_are_replayed(
     make_checkpoint(tmp_path, model_type="qwen3_moe", seed=2, **{**SHAPE, **HEADS, **sizes})
     params = GREEDY.model_copy(update={"temperature": 1.0, "seed": 3})
     with engine(str(tmp_path), Recorder()) as plain:
-        assert core_of(plain).executor.graphs is None  # of this type and device there is no kernel
+        assert core_of(plain).executor.recordings is None  # of this type and device there is no kernel
         expected = tokens_of(plain.generate(MANY, params))
     for name, stand_in in {"suits": lambda *_: True, "is_available": lambda _: True}.items():
         monkeypatch.setattr(grouped_experts, name, stand_in)

@@ -14,8 +14,10 @@ import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.graphs import DecodeGraphs, batch_sizes
-from chairlift.engine.execution.recorder import CudaRecorder, Replay
+from chairlift.engine.execution.graphs import DecodeGraphs
+from chairlift.engine.execution.recorder import CudaRecorder, GraphTable, Replay
+from chairlift.engine.execution.recordings import Recordings
+from chairlift.engine.execution.sampling_graphs import batch_sizes
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawKind, prepare_graph_sampling, sample_in_graph
@@ -40,10 +42,6 @@ NUM_SLOTS = 5
 PLAIN: dict[str, Any] = {"max_batch_size": NUM_SLOTS, "attention_backend": "torch", **ENGINE}
 
 
-ALL_SIZES = Pacing().common_sizes
-FEW = frozenset[int]()  # at start only the graphs of the largest batch are recorded
-
-
 class AnyLengthBackend(TorchBackend):
     """Always looks at whole slots."""
 
@@ -54,22 +52,30 @@ def graphed(
     model: str,
     recorder: Recorder | None,
     num_ahead: int = 0,
-    common_sizes: frozenset[int] = ALL_SIZES,
     backend: type[TorchBackend] = TorchBackend,
     kernels: SampleChanged | None = None,
+    *,
+    records_common: bool = True,
     **config: Any,
 ) -> LLM:
     """An engine with graphs, if there is a recorder, whose attention looks at nothing but tensors."""
     load = with_attention(lambda model: backend(model.attention, is_in_place=False))
-    pacing = Pacing(num_ahead, recorder, common_sizes)
+    pacing = Pacing(num_ahead, recorder, records_common)
     parts = Parts(load_forward=load, pacing=pacing, make_sampler=partial(Sampler, kernels=kernels))
     return LLM.of(make_core(model, parts, **{**PLAIN, **config}))
 
 
-def graphs_of(llm: LLM) -> DecodeGraphs:
-    graphs = core_of(llm).executor.graphs
+def recordings_of(llm: LLM) -> Recordings:
+    recordings = core_of(llm).executor.recordings
+    assert recordings is not None
+    return recordings
+
+
+def decodes_of(llm: LLM) -> GraphTable:
+    """The graphs of decode steps, by rows and tokens read."""
+    graphs = recordings_of(llm).find(DecodeGraphs)
     assert graphs is not None
-    return graphs
+    return graphs.graphs
 
 
 class Exhaustible(Recorder):
@@ -90,7 +96,7 @@ def recorder() -> Exhaustible:
 
 @pytest.fixture
 def lazy(tiny: str, recorder: Recorder) -> Iterator[LLM]:
-    with graphed(tiny, recorder, common_sizes=FEW) as llm:
+    with graphed(tiny, recorder, records_common=False) as llm:
         yield llm
 
 
@@ -144,7 +150,7 @@ def test_kinds_side_by_side_come_and_go(tiny: str, plain: LLM, steps: int) -> No
     cases = ("greedy", "random", "filtered", "greedy", "ends by itself", "random", "scored")
     params = [GREEDY.model_copy(update={**CASES[each], "max_tokens": 3 + 4 * i}) for i, each in enumerate(cases)]
     expected = tokens_of(plain.generate(PROMPTS[:7], params))
-    with graphed(tiny, Recorder(), 1, FEW, max_steps_per_launch=steps) as llm:
+    with graphed(tiny, Recorder(), 1, records_common=False, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(PROMPTS[:7], params)) == expected
 
 
@@ -182,7 +188,7 @@ def test_a_decode_step_replays_a_forward_graph_and_one_that_samples_if_that_has_
 
 
 def test_rare_sizes_are_padded_until_there_is_no_work_and_recorded_then(lazy: LLM, recorder: Recorder) -> None:
-    core, graphs, at_start = core_of(lazy), graphs_of(lazy), recorder.num_recorded
+    core, at_start = core_of(lazy), recorder.num_recorded
     assert at_start == 1 + len(DrawKind)  # one length, all kinds of sampling, the largest batch
     for params in (GREEDY, GREEDY, GREEDY.model_copy(update={"temperature": 1.0, "seed": 1})):
         lazy.generate(PROMPTS[:2], params)
@@ -190,8 +196,11 @@ def test_rare_sizes_are_padded_until_there_is_no_work_and_recorded_then(lazy: LL
     more = [core.use_idle_time() for _ in range(4)]
     assert more == [True, True, False, False]  # one at a time, for who comes meanwhile
     assert recorder.num_recorded == at_start + 3
-    assert graphs.forwards.recorded == {(2, 256), (NUM_SLOTS, 256)}
-    assert {kind for size, kind in graphs.samplings.recorded if size == 2} == {DrawKind.GREEDY, DrawKind.RANDOM}
+    assert decodes_of(lazy).recorded == {(2, 256), (NUM_SLOTS, 256)}
+    assert {kind for size, kind in recordings_of(lazy).sampling.graphs.recorded if size == 2} == {
+        DrawKind.GREEDY,
+        DrawKind.RANDOM,
+    }
     lazy.generate(PROMPTS[:2], GREEDY)
     assert not core.use_idle_time()
 
@@ -238,7 +247,7 @@ def test_a_row_that_grows_goes_on_with_graphs_that_look_further(long: str, recor
         expected = tokens_of(llm.generate(prompts, params))
     with graphed(long, recorder, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(prompts, params)) == expected
-        assert {length for _, length in graphs_of(llm).forwards.recorded} == {256, 512, 600}
+        assert {length for _, length in decodes_of(llm).recorded} == {256, 512, 600}
 
 
 def test_attention_that_serves_any_length_takes_one_graph_of_each_size(long: str, recorder: Recorder) -> None:
@@ -249,15 +258,15 @@ def test_attention_that_serves_any_length_takes_one_graph_of_each_size(long: str
     with graphed(long, recorder, backend=AnyLengthBackend) as llm:
         assert recorder.num_recorded == 4 * (1 + len(DrawKind))
         assert tokens_of(llm.generate(prompts, params)) == expected
-        assert {length for _, length in graphs_of(llm).forwards.recorded} == {600}
-        assert not graphs_of(llm).forwards.missing
+        assert {length for _, length in decodes_of(llm).recorded} == {600}
+        assert not decodes_of(llm).missing
 
 
 def test_a_launch_looks_as_far_as_its_last_step(long: str, recorder: Recorder) -> None:
-    with graphed(long, recorder, common_sizes=FEW, max_steps_per_launch=8) as llm:
+    with graphed(long, recorder, records_common=False, max_steps_per_launch=8) as llm:
         for num_tokens, length in ((249, 256), (250, 512)):  # and 7 more
             llm.generate(random_prompts(4, [num_tokens], VOCAB_SIZE), GREEDY.model_copy(update={"max_tokens": 8}))
-            assert max(looked_at for _, looked_at in graphs_of(llm).forwards.missing) == length
+            assert max(looked_at for _, looked_at in decodes_of(llm).missing) == length
 
 
 def test_common_sizes_are_recorded_at_start_and_the_scratch_slot_is_for_padding(tiny: str, recorder: Recorder) -> None:

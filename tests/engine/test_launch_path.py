@@ -24,7 +24,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.attention.triton import TritonBackend
 from chairlift.models.config import ModelShape
 from chairlift.params import RequestOutput, StructuredOutputs
-from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of
+from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of, mixed_of
 from tests.engine.test_overlap import CASES
 from tests.engine.test_recurrent import IN_TORCH, TINY
 from tests.engine.tokenizers_made import make_byte_tokenizer
@@ -101,7 +101,7 @@ def make(tiny: str, recorder: WatchedRecorder) -> Callable[..., LLM]:
         parts = Parts(
             machine=MachineFacts("meta", frozenset(DType), free_bytes=2**30),
             load_forward=lambda *given: Unmeasured(load(*given)),
-            pacing=Pacing(1, recorder if has_graphs else None, common_sizes=frozenset(), common_tokens=frozenset()),
+            pacing=Pacing(1, recorder if has_graphs else None, records_common=False),
         )
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
         return LLM.of(make_core(model, parts, dtype="bfloat16", device="cuda", attention_backend="torch", **settings))
@@ -179,7 +179,7 @@ def test_nor_do_recurrent_layers(
     ]
     params = [GREEDY.model_copy(update={"max_tokens": 4, **case}) for case in cases]
     with make(backend, has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
-        assert (core_of(llm).executor.mixed is not None) == (backend == "triton")
+        assert (mixed_of(llm) is not None) == (backend == "triton")
         for _ in range(2):  # the second time with states that were kept
             assert_told(llm.generate(PROMPTS[: len(params)], params))
         assert_told(llm.generate(PROMPTS[:1], GREEDY))
@@ -208,7 +208,7 @@ def test_nor_do_experts(
     sizes: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     make_checkpoint(tmp_path, model_type="qwen3_moe", **sizes)
     with make("torch_varlen", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:
-        assert core_of(llm).executor.mixed is not None
+        assert mixed_of(llm) is not None
         assert_told(llm.generate(PROMPTS[:5], GREEDY.model_copy(update={"max_tokens": 3})))
     assert recorder.num_replayed > 0
 
@@ -218,9 +218,9 @@ def test_steps_with_prompts_are_recorded_and_take_one_copy_of_numbers(
     make: Callable[..., LLM], recorder: WatchedRecorder, backend: str
 ) -> None:
     with make(backend, has_graphs=True) as llm, recorder.watch as watch:
-        mixed = core_of(llm).executor.mixed
+        mixed = mixed_of(llm)
         assert mixed is not None
-        assert mixed.steps.recorded == {(16, 0), (16, 4)}
+        assert mixed.graphs.recorded == {(16, 0), (16, 4)}
         num_sent, num_replayed = watch.num_sent, recorder.num_replayed
         assert_told(llm.generate(PROMPTS[:1], GREEDY.model_copy(update={"max_tokens": 1})))
         assert (watch.num_sent - num_sent, recorder.num_replayed - num_replayed) == (1, 2)  # the step, and sampling

@@ -19,17 +19,20 @@ from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType
 from chairlift.engine.execution.last_tokens import LastTokens
-from chairlift.engine.execution.mixed import MixedGraphs, max_prompts, padded_sizes
+from chairlift.engine.execution.mixed import MixedGraphs, MixedSteps, max_prompts, padded_sizes
+from chairlift.engine.execution.recorded_steps import GraphParts
 from chairlift.engine.execution.recorder import Replay
 from chairlift.engine.execution.runner import Launch
+from chairlift.engine.execution.sampling_graphs import SamplingGraphs
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import Places
+from chairlift.engine.sampling.drawing import sample_in_graph
 from chairlift.models import PiecewiseForward, load_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata, PaddedForward, PaddingBackend, flash
 from chairlift.models.decoder import Decoder
 from chairlift.params import StructuredOutputs
 from chairlift.plan import ON_DEVICE, SAMPLE, RowPlan, SamplingKey, StepPlan
-from tests.engine.support import GREEDY, VOCAB_SIZE, Recorder, core_of, make_tiny_checkpoint, tokens_of
+from tests.engine.support import GREEDY, VOCAB_SIZE, Recorder, core_of, make_tiny_checkpoint, mixed_of, tokens_of
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import random_prompts
 from tests.support.engines import HookedRunner, WrappedForward, hooked, make_core, with_attention
@@ -116,13 +119,32 @@ class Bench:
         self.last_tokens = LastTokens(NUM_SLOTS + 1, self.device)
         slots = torch.arange(NUM_SLOTS, dtype=torch.int32, device=self.device)
         self.last_tokens.note(slots, slots.long() + 7)
-        self.graphs = MixedGraphs(self.forward, self.blocks, self.last_tokens, self.recorder, self.max_num_tokens)
+        sampling = SamplingGraphs(
+            self.forward,
+            self.last_tokens,
+            self.recorder,
+            sample_in_graph,
+            vocab_size=VOCAB_SIZE,
+            max_steps=1,
+            scratch=NUM_SLOTS,
+            device=self.device,
+        )
+        self.graphs = MixedGraphs(
+            GraphParts(self.forward, self.blocks, self.last_tokens, self.recorder, sampling, self.max_num_tokens)
+        )
         self.graphs.record_common()
+
+    def run(self, plan: StepPlan) -> MixedSteps | None:
+        """Replays a plan; None if no graph suffices."""
+        steps = self.graphs.load(plan, Places.of(plan))
+        if steps is not None:
+            steps.compute()
+        return steps
 
     def replay(self, step: Step) -> torch.Tensor | None:
         """The hidden states by a graph, after which `blocks` hold the step's keys and values."""
         self.blocks.copy_(self.known)
-        replayed = self.graphs.run(step.plan, Places.of(step.plan))
+        replayed = self.run(step.plan)
         return None if replayed is None else replayed.hidden
 
     def compute(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +189,7 @@ def bench_of(model: str, backend: str, max_num_tokens: int, **changes: Any) -> B
 )
 def test_random_steps_equal_those_operator_by_operator(model: str, backend: str, num_steps: int) -> None:
     rng, bench = random.Random(num_steps), bench_of(model, backend, 128)
-    assert bench.graphs.steps.recorded == {(64, 0), (64, 12), (128, 0), (128, 12)}
+    assert bench.graphs.graphs.recorded == {(64, 0), (64, 12), (128, 0), (128, 12)}
     with torch.inference_mode():
         for _ in range(num_steps):
             step = Step.drawn(rng, 7, 5, 25)
@@ -196,7 +218,7 @@ def test_what_no_graph_suffices_for_is_left_to_operators(model: str) -> None:
     step = Step([0, 1], [1, 3], [4, 4], 1, [5] * 4)
     plan = step.plan
     guessing = StepPlan((plan.rows[0], RowPlan(KEY, 1, 4, [5, 6], 0, SAMPLE, guess=[6])), 1, 1)
-    assert bench.graphs.run(guessing, Places.of(guessing)) is None
+    assert bench.run(guessing) is None
     assert bench.replay(step) is not None
 
 
@@ -236,7 +258,7 @@ def test_the_host_launches_few_operators_for_a_step_of_any_number_of_rows_and_la
     counts = []
     for step in (Step([0], [5], [0], 0, [5] * 5), Step(range(9), [1] * 7 + [20, 20], [9] * 9, 7, [5] * 47)):
         with CountOperators() as watch, torch.inference_mode():
-            assert bench.graphs.run(step.plan, Places.of(step.plan)) is not None
+            assert bench.run(step.plan) is not None
         counts.append(watch.count)
     assert counts[0] == counts[1] <= 20
 
@@ -279,7 +301,7 @@ def engine(model: str, recorder: Recorder | None, load: Any = None, budget: int 
     parts = Parts(
         load_forward=load or with_attention(lambda model: flash.FlashAttnBackend(model.attention)),
         make_runner=HookedRunner,
-        pacing=Pacing(1, recorder, common_sizes=frozenset(), common_tokens=frozenset()),
+        pacing=Pacing(1, recorder, records_common=False),
     )
     sizes: dict[str, Any] = {"max_batch_size": 5, "max_num_batched_tokens": budget, "max_steps_per_launch": 2}
     return LLM.of(make_core(model, parts, **{**SETTINGS, **sizes, **config}))
@@ -297,8 +319,9 @@ def test_an_engine_gives_the_tokens_that_it_gives_without_graphs_whatever_is_ask
         expected, outputs = (llm.generate(prompts, params) for llm in (plain, graphed))
         core = core_of(graphed)
         core.check()
-        assert core.executor.mixed is not None
-        assert core.executor.mixed.steps.recorded == {(48, 0), (48, 5)}
+        mixed = mixed_of(graphed)
+        assert mixed is not None
+        assert mixed.graphs.recorded == {(48, 0), (48, 5)}
     assert tokens_of(outputs) == tokens_of(expected)
     for ours, theirs in zip(outputs, expected, strict=True):
         assert scores_of(ours) == pytest.approx(scores_of(theirs), abs=1e-4)
@@ -353,14 +376,14 @@ class Exhaustible(Recorder):
 def test_a_rare_size_is_padded_more_until_there_is_no_work_and_recorded_then(model: str) -> None:
     with engine(model, Recorder(), never_eager, budget=128) as llm:
         core = core_of(llm)
-        mixed = core.executor.mixed
+        mixed = mixed_of(llm)
         assert mixed is not None
-        assert mixed.steps.recorded == {(128, 0), (128, 5)}
+        assert mixed.graphs.recorded == {(128, 0), (128, 5)}
         llm.generate([[7] * 30], GREEDY.model_copy(update={"max_tokens": 1}))
-        assert mixed.steps.missing == [(64, 0)]
-        assert mixed.steps.recorded == {(128, 0), (128, 5)}
+        assert mixed.graphs.missing == [(64, 0)]
+        assert mixed.graphs.recorded == {(128, 0), (128, 5)}
         core.use_idle_time()
-        assert mixed.steps.recorded == {(64, 0), (128, 0), (128, 5)}
+        assert mixed.graphs.recorded == {(64, 0), (128, 0), (128, 5)}
 
 
 def test_graphs_without_memory_are_done_without(model: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -372,11 +395,12 @@ def test_graphs_without_memory_are_done_without(model: str, caplog: pytest.LogCa
     with engine(model, recorder) as llm:
         assert "no memory left for a graph of 48 tokens" in caplog.text
         assert tokens_of(llm.generate(MANY, GREEDY)) == expected
-        mixed = core_of(llm).executor.mixed
+        mixed = mixed_of(llm)
         assert mixed is not None
-        assert (mixed.steps.recorded, mixed.steps.missing) == (set(), [(48, 0)])  # the larger was tried at start
-        assert not any(mixed.record_missing() for _ in range(2))
-        assert mixed.steps.missing == []
+        assert (mixed.graphs.recorded, mixed.graphs.missing) == (set(), [(48, 0)])  # the larger was tried at start
+        while core_of(llm).use_idle_time():
+            pass
+        assert mixed.graphs.missing == []
 
 
 def test_it_is_said_once_that_only_decode_steps_are_recorded(model: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -386,6 +410,6 @@ def test_it_is_said_once_that_only_decode_steps_are_recorded(model: str, caplog:
         return WrappedForward(never_eager(*given)._forward)
 
     with engine(model, Recorder(), load) as llm:
-        assert core_of(llm).executor.mixed is None
+        assert mixed_of(llm) is None
         llm.generate(MANY[:3], GREEDY)
     assert caplog.text.count("only decode steps are recorded") == 1

@@ -8,7 +8,6 @@ import torch
 
 from chairlift.config import AttentionBackend, DType
 from chairlift.engine.execution.recorder import CudaRecorder
-from chairlift.engine.sampling import Places
 from chairlift.models import find_obstacle, load_backend, load_model, open_checkpoint
 from chairlift.models.attention import PaddingBackend
 from tests.engine.support import make_tiny_checkpoint
@@ -61,6 +60,6 @@ def test_a_replay_does_not_wait_for_the_device(bench: Bench) -> None:
     assert expected is not None
     expected = expected.clone()
     with no_waiting():
-        replayed = bench.graphs.run(step.plan, Places.of(step.plan))
+        replayed = bench.run(step.plan)
     assert replayed is not None
     assert torch.equal(replayed.hidden, expected)

@@ -85,7 +85,7 @@ def table_with(*keys: tuple[int, int], room_for: Callable[[int], bool] = lambda 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return lambda: None
 
-    table = GraphTable(record)
+    table = GraphTable(record, "rows")
     for key in keys:
         table.record(*key)
     return table

@@ -90,5 +90,5 @@ def test_nothing_is_recorded_without_kernels(model: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(ragged_recurrence, "is_available", lambda _: False)
     recorder = Recorder()
     with graphed(model, recorder, 0) as llm:
-        assert core_of(llm).executor.graphs is None
+        assert core_of(llm).executor.recordings is None
     assert recorder.num_recorded == 0

@@ -9,7 +9,7 @@ import pytest
 from chairlift import LLM
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.models.attention import flash
-from tests.engine.support import GREEDY, Recorder, core_of, tokens_of
+from tests.engine.support import GREEDY, Recorder, core_of, mixed_of, tokens_of
 from tests.engine.test_mixed import kernels
 from tests.engine.test_recurrent import CASES, PROMPTS, assert_next_turn_is_cached
 from tests.engine.test_recurrent_graphs import ENGINE, drive_from_tensors, model, plain
@@ -20,7 +20,7 @@ __all__ = ["kernels", "model", "plain"]  # fixtures
 
 def graphed(model: str, steps: int) -> LLM:
     load = with_attention(lambda model: flash.FlashAttnBackend(model.attention), drive_from_tensors)
-    parts = Parts(load_forward=load, pacing=Pacing(1, Recorder(), common_tokens=frozenset()))
+    parts = Parts(load_forward=load, pacing=Pacing(1, Recorder(), records_common=False))
     return LLM.of(make_core(model, parts, **{**ENGINE, "max_steps_per_launch": steps}))
 
 
@@ -29,7 +29,7 @@ def test_answers_are_those_without_graphs(model: str, plain: LLM, steps: int) ->
     params = [GREEDY.model_copy(update=case) for case, _ in zip(2 * [*CASES.values()], PROMPTS, strict=False)]
     with graphed(model, steps) as llm:
         core = core_of(llm)
-        assert core.executor.mixed is not None
+        assert mixed_of(llm) is not None
         expected = tokens_of(plain.generate(PROMPTS, params))
         assert tokens_of(llm.generate(PROMPTS, params)) == expected
         again = llm.generate(PROMPTS, params)  # from states that are kept

@@ -104,7 +104,7 @@ def fit_cache(
     """`resolved`, with as many slots as there is memory for beside the loaded model and a step.
 
     `least`: maps this rank's number to the lowest of all ranks. `gpu` None: the one that `resolved` names.
-    `num_recorded_tokens`: of the largest step with prompts in it that graphs are recorded for; they keep its memory.
+    `num_recorded_tokens`: of the largest step whose memory recordings keep; 0: there is none.
     `make_sampler`: see `Parts`.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """

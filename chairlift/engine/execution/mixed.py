@@ -12,33 +12,26 @@ A graph suffices for so many tokens and so many decode rows. Its prompts are few
 of threads for each of them as if it had all tokens.
 """
 
-import logging
-import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.cache.layout import Place
-from chairlift.cache.states import StateMemory
+from chairlift.config import ResolvedConfig
 from chairlift.device import send
-from chairlift.engine.execution.last_tokens import LastTokens
-from chairlift.engine.execution.recorder import GraphKey, GraphRecorder, GraphTable, Replay
+from chairlift.engine.execution.recorded_steps import GraphParts, state_counts
+from chairlift.engine.execution.recorder import GraphKey, GraphTable, Replay
 from chairlift.engine.sampling import Places
-from chairlift.models.attention import PaddedBatch, PaddedForward
+from chairlift.models.attention import Forward, PaddedBatch, PaddedForward
 from chairlift.plan import StepPlan
-
-logger = logging.getLogger(__name__)
 
 # Tokens of a step. More of them keep a GPU busy for longer than the host needs to launch their kernels one by one.
 _SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-COMMON_TOKENS = frozenset({64, 128, 256, 512, 1024, 2048})  # recorded at start, as is the largest
+_COMMON_SIZES = frozenset({64, 128, 256, 512, 1024, 2048})  # recorded at start, as is the largest
 _DECODE_ROWS = (0, 32)  # or as many as there can be
-_STAND_IN = "larger ones stand in for it, or operators"
 _FEWEST_PROMPTS, _MOST_PROMPTS, _MOST_TOKENS_TIMES_PROMPTS = 8, 32, 16384
 
 
@@ -59,12 +52,22 @@ def max_prompts(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedStep:
-    """Holds what a replay computed, on the device, valid until the next one."""
+class MixedSteps:
+    """A launch of one step, as `Steps`. What it computes is valid until the next replay."""
 
     hidden: torch.Tensor  # [T, hidden]
     places: torch.Tensor  # int32 [N]: tokens after which one is sampled
     slots: torch.Tensor  # int32 [N]: of these tokens
+    _replay: Replay
+    _forward: Forward
+
+    def compute(self) -> None:
+        """Replays the step."""
+        self._replay()
+
+    def logits(self) -> torch.Tensor:
+        """Computes the logits of the places, `[N, vocab]`, which no graph does."""
+        return self._forward.logits(self.hidden[self.places])
 
 
 class _Buffers:
@@ -93,7 +96,7 @@ class _Buffers:
         numbers.extend([self._scratch] * num_missing)
         numbers.extend(row.start for row in rows)
         numbers.extend([0] * num_missing)
-        for counts in _state_counts(plan):
+        for counts in state_counts(plan):
             numbers.extend(counts)
             numbers.extend([0] * (self.num_rows - len(counts)))
         numbers.extend(sampled.tokens)
@@ -117,69 +120,66 @@ class _Buffers:
 class MixedGraphs:
     """Runs steps that have prompts in them, as far as there are graphs for them."""
 
-    def __init__(
-        self,
-        forward: PaddedForward,
-        blocks: torch.Tensor,
-        last_tokens: LastTokens,
-        recorder: GraphRecorder,
-        max_num_tokens: int,
-        places: tuple[Place | None, ...] | None = None,
-        states: StateMemory | None = None,
-    ) -> None:
-        """`blocks`, `places`, `states`: the cache's; the last slot is the scratch slot. `max_num_tokens`: of a step."""
-        self._forward = forward
-        self._blocks = blocks
-        self._last_tokens = last_tokens
-        self._recorder = recorder
-        self._places, self._states = places, states
-        self._scratch, self._slot_len = len(blocks) - 1, blocks.shape[3]
-        self._sizes = padded_sizes(max_num_tokens, self._slot_len)
+    def __init__(self, parts: GraphParts) -> None:
+        assert isinstance(parts.forward, PaddedForward), "see find_obstacle"
+        self._forward = parts.forward
+        self._blocks, self._places, self._states = parts.blocks, parts.places, parts.states
+        self._last_tokens, self._recorder = parts.last_tokens, parts.recorder
+        self._records_common, self._is_divided = parts.records_common, parts.is_divided
+        self._scratch, self._slot_len = len(self._blocks) - 1, self._blocks.shape[3]
+        self._sizes = padded_sizes(parts.max_num_tokens, self._slot_len)
         max_rows = self._scratch
         self._decode_rows = [*(count for count in _DECODE_ROWS if count < max_rows), max_rows]
-        self._buffers = _Buffers(max_rows, self._sizes[-1], self._scratch, blocks.device)
-        self._hidden = forward.new_hidden(self._sizes[-1])
-        self.steps = GraphTable(self._record)  # by tokens and decode rows
+        self._buffers = _Buffers(max_rows, self._sizes[-1], self._scratch, self._blocks.device)
+        self._hidden = self._forward.new_hidden(self._sizes[-1])
+        self.graphs = GraphTable(self._record, "tokens")  # by tokens and decode rows
+
+    @classmethod
+    def find_obstacle(cls, forward: Forward) -> str | None:
+        """See `RecordedSteps`."""
+        if isinstance(forward, PaddedForward) and forward.can_pad:
+            return None
+        return "only decode steps are recorded: attention or other layers need numbers of a prompt on the host"
+
+    @classmethod
+    def num_kept_tokens(cls, config: ResolvedConfig) -> int:
+        """See `RecordedSteps`."""
+        return padded_sizes(config.max_num_batched_tokens, config.slot_len)[-1]
+
+    @classmethod
+    def num_scratch_tokens(cls, config: ResolvedConfig) -> int:
+        """See `RecordedSteps`."""
+        return config.slot_len
 
     @torch.inference_mode()
-    def record_common(self, sizes: Set[int] = COMMON_TOKENS, *, is_divided: bool = False) -> None:
-        """Records the graphs that most steps will need: of these sizes, and of the largest.
+    def record_common(self) -> None:
+        """Records the graphs that most steps will need.
 
-        Those for which there is no memory are done without, unless other ranks must have the same ones
-        (`is_divided`): then torch.OutOfMemoryError.
+        Those for which there is no memory are done without, unless other ranks must have the same ones: then
+        torch.OutOfMemoryError.
         """
-        start = time.monotonic()
-        common = [size for size in self._sizes if size in sizes or size == self._sizes[-1]]
-        for size in reversed(common):  # the largest first, so that smaller ones fit into its memory
+        common = _COMMON_SIZES if self._records_common else frozenset()
+        for size in reversed(self._sizes):  # the largest first, so that smaller ones fit into its memory
+            if size not in common and size != self._sizes[-1]:
+                continue
             for count in reversed(self._decode_rows):
-                if is_divided:
-                    self.steps.record(size, count)
-                elif not self.steps.try_to_record(size, count):
-                    logger.warning("there is no memory left for a graph of %d tokens; %s", size, _STAND_IN)
+                if self._is_divided:
+                    self.graphs.record(size, count)
+                elif not self.graphs.try_to_record(size, count):
                     break
-        num_recorded = len(self.steps.recorded)
-        logger.info("%d graphs of steps with prompts recorded, %.1f s", num_recorded, time.monotonic() - start)
 
-    @torch.inference_mode()
-    def record_missing(self) -> bool:
-        """See `DecodeGraphs`."""
-        if not self.steps.missing:
-            return False
-        refused = self.steps.record_missing()
-        if refused is not None:
-            logger.warning("there is no memory left for a graph of %d tokens; %s", refused.size, _STAND_IN)
-        return bool(self.steps.missing)
-
-    def run(self, plan: StepPlan, sampled: Places) -> MixedStep | None:
-        """Replays a plan of one step. None if no graph suffices, and the step runs operator by operator."""
+    def load(self, plan: StepPlan, places: Places) -> MixedSteps | None:
+        """Fills the buffers for a plan of one step; see `RecordedSteps`."""
+        if plan.is_decode or plan.num_steps > 1 or places.guessed:
+            return None
         num_tokens, num_decode = sum(plan.num_new_tokens), plan.num_decode_rows
         key = self._find(num_tokens, num_decode, len(plan.rows) - num_decode)
-        if key is None or plan.num_steps > 1 or sampled.guessed:
+        if key is None:
             return None
-        buffers, num_sampled = self._buffers, len(sampled.tokens)
-        buffers.load(plan, sampled, key.size)
-        self.steps.replay_of(key)()
-        return MixedStep(self._hidden[:num_tokens], buffers.places[:num_sampled], buffers.place_slots[:num_sampled])
+        buffers, num_places = self._buffers, len(places.tokens)
+        buffers.load(plan, places, key.size)
+        sampled = buffers.places[:num_places], buffers.place_slots[:num_places]
+        return MixedSteps(self._hidden[:num_tokens], *sampled, self.graphs.replay_of(key), self._forward)
 
     def _find(self, num_tokens: int, num_decode: int, num_prompts: int) -> GraphKey | None:
         if num_tokens > self._sizes[-1] or num_prompts > _MOST_PROMPTS:
@@ -187,7 +187,7 @@ class MixedGraphs:
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         if num_prompts > max_prompts(size):
             return None
-        key = self.steps.find_key(size, self._decode_rows[bisect_left(self._decode_rows, num_decode)])
+        key = self.graphs.find_key(size, self._decode_rows[bisect_left(self._decode_rows, num_decode)])
         if key is None or num_prompts > max_prompts(key.size) or key.size - num_tokens > self._slot_len:
             return None
         return key
@@ -241,10 +241,3 @@ class MixedGraphs:
             planes=None if self._places is None else tuple(-1 if each is None else each.plane for each in self._places),
             row_offsets=buffers.offsets,
         )
-
-
-def _state_counts(plan: StepPlan) -> tuple[Sequence[int], Sequence[int]]:
-    """By row: pending inputs that lead to its new tokens, and how many of these are tentative; empty: no states."""
-    if plan.reservation is None:
-        return (), ()
-    return plan.reservation.num_replayed, plan.reservation.num_tentative

@@ -3,6 +3,7 @@
 A CUDA graph repeats the kernels that were launched while it was recorded, on the same addresses.
 """
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 """Repeats the recorded work on the buffers' current contents."""
@@ -111,8 +114,10 @@ class GraphKey(NamedTuple):
 class GraphTable:
     """Graphs by size and reach. One of a larger size or with a longer reach also works, but takes longer."""
 
-    def __init__(self, record: Callable[[int, int], Replay]) -> None:
+    def __init__(self, record: Callable[[int, int], Replay], unit: str) -> None:
+        """`unit`: of sizes, in the log."""
         self._record = record
+        self._unit = unit
         self._replays: dict[GraphKey, Replay] = {}
         self._refused: set[GraphKey] = set()  # there was no memory for these
         self.missing: list[GraphKey] = []  # launches would have used these
@@ -149,6 +154,10 @@ class GraphTable:
         try:
             self.record(size, reach)
         except torch.OutOfMemoryError:
+            logger.warning(
+                "there is no memory left for a graph of %d %s; larger ones stand in for it, or operators",
+                *(size, self._unit),
+            )
             self._refused.add(GraphKey(size, reach))
             return False
         return True

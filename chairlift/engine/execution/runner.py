@@ -11,25 +11,26 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
+from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.cache.transfer import TokenBytes, copy_out, count_bytes
-from chairlift.device import Arrival, bring, on_device, send, to_device
-from chairlift.engine.execution.graphs import DecodeGraphs
+from chairlift.device import Arrival, bring, on_device, to_device
 from chairlift.engine.execution.last_tokens import LastTokens
-from chairlift.engine.execution.mixed import MixedGraphs
-from chairlift.engine.sampling import Guessed, Places, up_to_wrong
+from chairlift.engine.execution.operators import OperatorSteps, first_batch, input_ids
+from chairlift.engine.execution.recorded_steps import Steps
+from chairlift.engine.execution.recordings import Recordings
+from chairlift.engine.sampling import Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.pending_masks import PendingMasks
 from chairlift.engine.sampling.prompt_results import PendingResults
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch
-from chairlift.models.attention import BatchMetadata, Forward
+from chairlift.models.attention import Forward
 from chairlift.params import TokenLogprobs
-from chairlift.plan import ON_DEVICE, Job, RowPlan, RowResult, SlotRange, StepPlan
+from chairlift.plan import Job, RowResult, SlotRange, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,11 @@ class ModelRunner:
         cache: ContinuousBatchingKVCacheManager,
         sampler: Sampler,
         last_tokens: LastTokens,
-        graphs: DecodeGraphs | None = None,
-        mixed: MixedGraphs | None = None,
+        recordings: Recordings | None = None,
         *,
         is_divided: bool = False,
     ) -> None:
-        """`last_tokens` is shared with the graphs. If given, `graphs` run launches that only decode, `mixed` others.
+        """`last_tokens` is shared with the recordings, if there are any: these run the launches that they suffice for.
 
         `is_divided`: other ranks compute parts of the model, and wait for this one.
         """
@@ -110,8 +110,7 @@ class ModelRunner:
         self._cache = cache
         self._sampler = sampler
         self._last_tokens = last_tokens
-        self._graphs = graphs
-        self._mixed = mixed
+        self._recordings = recordings
         self._is_divided = is_divided
         self._device = cache.devices[0]
         # With rows under grammars. Whoever launched them lets go of them once their results are read, or given up.
@@ -141,14 +140,13 @@ class ModelRunner:
         with on_device(self._device):
             self._cache.perform(plan.jobs)
             inputs = self._cache.view(plan.reservation)
-            input_ids = to_device(_input_ids(plan.rows), torch.int64, self._device)
-            hidden = self._forward.hidden(self._first_batch(plan), input_ids, inputs[0])
+            tokens = to_device(input_ids(plan.rows), torch.int64, self._device)
+            hidden = self._forward.hidden(first_batch(plan, self._device), tokens, inputs[0])
             return self._forward.logits(hidden[places]).float()
 
     def record_missing(self) -> bool:
-        """See `DecodeGraphs`; steps with prompts come first, since these wait the longest without a graph."""
-        has_more = self._mixed is not None and self._mixed.record_missing()
-        return has_more or (self._graphs is not None and self._graphs.record_missing())
+        """See `Recordings`."""
+        return self._recordings is not None and self._recordings.record_missing()
 
     @torch.inference_mode()
     def perform(self, jobs: Sequence[Job]) -> None:
@@ -168,89 +166,59 @@ class ModelRunner:
     def _try(self, plan: StepPlan) -> _Outputs | None:
         """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""
         try:
-            assert plan.reservation is not None, "the books do not know of this plan"
             self._last_tokens.begin(plan.rows)
-            if self._mixed is not None and not plan.is_decode:
-                outputs = self._replay_mixed(self._mixed, plan)
-                if outputs is not None:
-                    return outputs
-            inputs = self._cache.view(plan.reservation, plan.num_steps)
-            if self._graphs is not None and plan.is_decode:
-                return self._replay(self._graphs, plan, inputs[0])
-            return self._compute(plan, inputs)
+            places = Places.of(plan)
+            steps = None if self._recordings is None else self._recordings.load(plan, places)
+            return self._compute(plan, places) if steps is None else self._replay(plan, places, steps)
         except torch.OutOfMemoryError as error:
             if self._is_divided:
                 raise
             logger.error("a step of %d rows ran out of memory: %s", len(plan.rows), str(error))
             return None
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
-        """Runs a plan that only decodes from graphs; what these cannot sample is sampled operator by operator."""
-        steps = range(plan.num_steps)
-        sampling = prepare_graph_sampling(plan.rows, plan.num_steps)
-        graphs.load(_input_ids(plan.rows), cache, plan.num_steps, sampling)
-        if sampling is not None:
-            return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None)
-        batch, slots = self._sampler.prepare(plan.rows, plan.num_steps), cache.lookup_table
-        return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch)
+    def _replay(self, plan: StepPlan, places: Places, steps: Steps) -> _Outputs:
+        """Replays recorded steps. The device computes the first while the host prepares sampling."""
+        steps.compute()
+        return self._sample_steps(plan, places, steps, self._prepare_sampling(plan, places))
 
-    def _replay_mixed(self, graphs: MixedGraphs, plan: StepPlan) -> _Outputs | None:
-        """Runs a step with prompts in it from a graph, and samples as `_compute` does. None: no graph suffices."""
-        sampled = Places.of(plan)
-        step = graphs.run(plan, sampled)
-        if step is None:
-            return None
-        sampling = self._prepare_sampling([plan.rows[index] for index in sampled.rows], 1, sampled.guessed)
-        results = self._prompt_results(plan, step.hidden)
-        steps: list[Sampled] = []
-        if sampled.rows:
-            steps.append(self._sample(self._forward.logits(step.hidden[step.places]), sampling, 0, step.slots))
-        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, results)
+    def _compute(self, plan: StepPlan, places: Places) -> _Outputs:
+        """Runs any plan operator by operator. Masks of grammars are computed while the operators are launched."""
+        steps = OperatorSteps(self._forward, self._cache, self._last_tokens, plan, places)
+        sampling = self._prepare_sampling(plan, places)
+        steps.compute()
+        return self._sample_steps(plan, places, steps, sampling)
 
-    def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
-        """Runs any plan operator by operator; a graph samples if its rows need no more than a graph offers."""
-        batch, slots = self._first_batch(plan), inputs[0].lookup_table
-        known, decoding = _input_ids(plan.rows), slice(0, plan.num_decode_rows)
-        input_ids = to_device(known, torch.int64, self._device)
-        if ON_DEVICE in known[decoding]:
-            input_ids[decoding] = self._last_tokens.fill_in(input_ids[decoding], slots[decoding])
-        places: torch.Tensor | slice = slice(None)  # in the batch: the tokens after which one is sampled
-        sampled = Places.of(plan)
-        if not plan.is_decode:
-            places = to_device(sampled.tokens, torch.int64, self._device)
-            slots = slots[to_device(sampled.rows, torch.int64, self._device)]
-        rows = [plan.rows[index] for index in sampled.rows]
-        sampling = self._prepare_sampling(rows, plan.num_steps, sampled.guessed)
-        results: PendingResults | None = None
-        steps: list[Sampled] = []
+    def _sample_steps(
+        self, plan: StepPlan, places: Places, steps: Steps, sampling: SamplingBatch | GraphSampling
+    ) -> _Outputs:
+        """Samples the first step, which has begun, and runs and samples the others."""
+        hidden = steps.hidden
+        results = None if hidden is None else PendingResults(plan.rows, hidden, self._forward.logits)
+        sampled: list[Sampled] = []
         for step in range(plan.num_steps):
             if step:
-                inputs = self._cache.increment_cache_lengths(inputs, batch.row_offsets)
-                batch = _next_batch(batch, inputs[0].cache_lengths)
-                input_ids = self._last_tokens.fill_in(torch.full_like(input_ids, ON_DEVICE), slots)
-            hidden = self._forward.hidden(batch, input_ids, self._last_tokens.stop_states(inputs)[0])
-            if step == 0:
-                results = self._prompt_results(plan, hidden)
-            if rows:
-                steps.append(self._sample(self._forward.logits(hidden[places]), sampling, step, slots))
-        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, results)
+                steps.compute()
+            if places.rows:
+                sampled.append(self._sample(steps.logits(), sampling, step, steps.slots))
+        return _Outputs.gather(sampled, sampling if isinstance(sampling, SamplingBatch) else None, results)
 
-    def _prepare_sampling(
-        self, rows: Sequence[RowPlan], num_steps: int, guessed: Guessed
-    ) -> SamplingBatch | GraphSampling:
-        """For a graph, if there are any and the rows, by place, need no more than these offer."""
-        if self._graphs is not None and not guessed:
-            by_graph = prepare_graph_sampling(rows, num_steps)
+    def _prepare_sampling(self, plan: StepPlan, places: Places) -> SamplingBatch | GraphSampling:
+        """For a graph, if there are any and the places need no more than these offer."""
+        rows = [plan.rows[index] for index in places.rows]
+        if self._recordings is not None and not places.guessed:
+            by_graph = prepare_graph_sampling(rows, plan.num_steps)
             if by_graph is not None:
                 return by_graph
-        return self._sampler.prepare(rows, num_steps, guessed)
+        return self._sampler.prepare(rows, plan.num_steps, places.guessed)
 
     def _sample(
         self, logits: torch.Tensor, sampling: SamplingBatch | GraphSampling, step: int, slots: torch.Tensor
     ) -> Sampled:
         if isinstance(sampling, GraphSampling):
-            assert self._graphs is not None, "it was prepared for them"
-            return Sampled(self._graphs.sample(logits, slots, sampling), None)
+            assert self._recordings is not None, "it was prepared for them"
+            if step == 0:
+                self._recordings.sampling.load(slots, sampling)
+            return Sampled(self._recordings.sampling.sample(logits), None)
         if sampling.masks is not None and sampling.masks.pending:
             for reference in self._masked:
                 if (launch := reference()) is not None:
@@ -258,39 +226,6 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, sampling, step)
         self._last_tokens.note(slots, sampled.tokens)
         return sampled
-
-    def _prompt_results(self, plan: StepPlan, hidden: torch.Tensor) -> PendingResults:
-        return PendingResults(plan.rows, hidden, self._forward.logits)
-
-    def _first_batch(self, plan: StepPlan) -> BatchMetadata:
-        """The batch of the plan's first step."""
-        num_new, num_cached = tuple(plan.num_new_tokens), tuple(row.start for row in plan.rows)
-        offsets = torch.tensor([0, *accumulate(num_new)], dtype=torch.int32)
-        # A token's position: its index in the batch, less where its row starts, plus the row's cached tokens.
-        shifts = torch.tensor(num_cached) - offsets[:-1]
-        positions = torch.arange(sum(num_new)) + torch.repeat_interleave(shifts, torch.tensor(num_new))
-        return BatchMetadata(
-            row_offsets=send(offsets, self._device),
-            positions=send(positions, self._device),
-            slots=tuple(plan.slots),
-            num_new_tokens=num_new,
-            num_cached_tokens=num_cached,
-            num_decode_rows=plan.num_decode_rows,
-        )
-
-
-def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
-    """The input tokens of a step, row by row; `ON_DEVICE` for those that the host does not know."""
-    return [token for row in rows for token in row.input_ids]
-
-
-def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetadata:
-    """The batch of the next step, if all rows decode: rows and offsets stay the same, positions advance by one."""
-    return replace(
-        batch,
-        positions=cache_lengths.long(),
-        num_cached_tokens=tuple(length + 1 for length in batch.num_cached_tokens),
-    )
 
 
 def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from harness import begin_step, num_copied_in
+from harness import launch_nothing, num_copied_in
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.plan import RowResult, StepPlan
-from chairlift.scheduler import Scheduler, TokenEvent
+from chairlift.scheduler import Scheduler, TokenEvent, begin_step
 from simulation.costs import CostModel, StepShape
 from simulation.requests import SimulatedRequest
 
@@ -35,7 +35,7 @@ class SimulatedStep:
         look: Callable[[StepPlan], None] = lambda _: None,
     ) -> Self:
         """Begins the next step, whose requests are among those known. `look` gets the plan as it was scheduled."""
-        plan = begin_step(scheduler, slots, look)
+        plan = begin_step(scheduler, slots, launch_nothing, look)
         requests = [known[row.key.tag] for row in plan.rows]
         results = [
             simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED

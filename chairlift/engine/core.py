@@ -22,7 +22,7 @@ from chairlift.engine.parts import DEFAULT_PARTS, Parts
 from chairlift.engine.ranks import Ranks
 from chairlift.engine.saved import open_store
 from chairlift.plan import StepPlan
-from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
+from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent, begin_step
 
 logger = logging.getLogger(__name__)
 
@@ -201,13 +201,8 @@ class EngineCore:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
         if self._launches and self._launches[-1].outputs is None:
             return False  # it ran out of memory, so there will be no tokens
-        plan = self.scheduler.schedule()
-        if not plan.rows:
-            return False
-        plan = self.scheduler.advance(plan)
-        self._launches.append(self._computer.launch(plan))
-        self.cache.performed(len(plan.jobs))  # if the launch fails, they come again, before the scrubs of all its slots
-        return True
+        plan = begin_step(self.scheduler, self.cache, lambda plan: self._launches.append(self._computer.launch(plan)))
+        return bool(plan.rows)
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
         events = self.scheduler.update(launch.plan, launch.wait())

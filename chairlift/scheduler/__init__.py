@@ -5,6 +5,7 @@ from chairlift.scheduler.events import TokenEvent
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.scheduler.speculation import Speculation
+from chairlift.scheduler.step import begin_step
 from chairlift.scheduler.waiting import Policy
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "Scheduler",
     "Speculation",
     "TokenEvent",
+    "begin_step",
 ]

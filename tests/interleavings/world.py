@@ -1,8 +1,8 @@
 """The world that a search explores: the real scheduler and its books, the device, and what each client has heard.
 
 An action is what may happen between two steps of an engine, or a step. A step is what `EngineCore.step` does with the
-same parts; the rest of the engine adds nothing to the books. It has a loop of its own, because its events come between
-the verbs: a copy that is late, a crash or a lack of memory after `advance`, results that wait for `update`.
+same parts; the rest of the engine adds nothing to the books. What goes wrong in a step goes wrong in its launch, or in
+the time before its results come.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.plan import StepPlan
 from chairlift.prompt_work import PooledStates, PoolTask, scores_in
-from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent
+from chairlift.scheduler import RequestState, Scheduler, Speculation, TokenEvent, begin_step
 from tests.interleavings.device import NO_MEMORY, WHOLE, Device, Launch, Masks
 from tests.interleavings.device_states import check_junctions
 from tests.interleavings.disk import Disk
@@ -28,6 +28,14 @@ STEP = "step"
 
 class Impossible(Exception):
     """The action cannot happen here, though that is known only once it was tried."""
+
+
+class Crash(Exception):
+    """The device fails in a launch."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__("the device failed")
+        self.plan = plan
 
 
 class Clock:
@@ -254,29 +262,40 @@ class World:
         if self.launches and self.launches[-1].is_out_of_memory:
             return _without_plan(event)
         num_owed = len(self.ledger.owed)
-        plan = self.scheduler.schedule()
-        self._note_placed()
-        if not plan.rows:
-            return _without_plan(event)
-        self._check_size(plan)
-        marks = {request.request_id: request.state_marks for request in self.scheduler.running}
-        plan = self.scheduler.advance(plan)
-        check_junctions(plan, marks, self.scheduler, self.ledger)
-        self.device.perform(plan.jobs[:num_owed], self.ledger)
-        self.device.perform(plan.jobs[num_owed:], self.ledger, since=self.epoch)
-        if event == "crash":
-            self._spend("crash")
-            self.device.fail(plan)
+        marks: dict[str, tuple[int, ...]] = {}
+
+        def look(plan: StepPlan) -> None:
+            self._note_placed()
+            if plan.rows:
+                self._check_size(plan)
+                marks.update({request.request_id: request.state_marks for request in self.scheduler.running})
+
+        def launch(plan: StepPlan) -> None:
+            check_junctions(plan, marks, self.scheduler, self.ledger)
+            self.device.perform(plan.jobs[:num_owed], self.ledger)
+            self.device.perform(plan.jobs[num_owed:], self.ledger, since=self.epoch)
+            self._run(plan, event)
+
+        try:
+            plan = begin_step(self.scheduler, self.ledger, launch, look)
+        except Crash as crash:
             self._crash()
-            return plan
-        if event == "out of memory":
-            self._spend(event)
-            self._run_out_of_memory(plan)
-        else:
-            results = self.device.compute(plan, self.ledger, self.epoch, self.epoch_of, self._masks(plan, event))
-            self.launches.append(Launch(plan, results))
-        self.ledger.performed(len(plan.jobs))
-        return plan
+            return crash.plan
+        return plan if plan.rows else _without_plan(event)
+
+    def _run(self, plan: StepPlan, event: str) -> None:
+        """Computes a plan, unless the event is that this fails."""
+        match event:
+            case "crash":
+                self._spend(event)
+                self.device.fail(plan)
+                raise Crash(plan)
+            case "out of memory":
+                self._spend(event)
+                self._run_out_of_memory(plan)
+            case _:
+                results = self.device.compute(plan, self.ledger, self.epoch, self.epoch_of, self._masks(plan, event))
+                self.launches.append(Launch(plan, results))
 
     def _masks(self, plan: StepPlan, event: str) -> Masks:
         """Notes which masks are late in a launch. `Impossible` if its rows need none of them."""

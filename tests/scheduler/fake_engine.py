@@ -27,7 +27,7 @@ from chairlift.plan import (
     StateScrub,
     StepPlan,
 )
-from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent
+from chairlift.scheduler import Drafter, Policy, Request, RequestState, Scheduler, Speculation, TokenEvent, begin_step
 from chairlift.scheduler.fair_queue import FairQueue
 from chairlift.scheduler.request_queue import RequestQueue
 
@@ -143,11 +143,8 @@ class Driver:
 
     def launch(self) -> StepPlan:
         """Begins the next step, if there is anything to compute."""
-        plan = self.scheduler.schedule()
+        plan = begin_step(self.scheduler, self.slots, self.begin)
         if plan.rows:
-            plan = self.scheduler.advance(plan)
-            self.begin(plan)
-            self.slots.performed(len(plan.jobs))
             self.in_flight.append(plan)
         self.scheduler.check()
         return plan

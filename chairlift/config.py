@@ -258,6 +258,11 @@ class ResolvedConfig(EngineConfig):
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 
     @property
+    def cache_dtype(self) -> DType:
+        """The number format in which slots keep keys and values."""
+        return self.dtype
+
+    @property
     def num_slots(self) -> int:
         """Slots of the cache: those of running requests, and one that keeps a preempted request's tokens."""
         return self.max_batch_size + (self.preempt_after is not None)

@@ -114,7 +114,7 @@ class Executor:
     def _make_runner(self, device: torch.device) -> ModelRunner:
         recorder, shape = self.pacing.recorder, self._shape
         num_slots = self.config.num_slots + (recorder is not None)
-        self.cache = allocate_cache(shape.kept(self.config.dtype), shape.states(), num_slots, self.config)
+        self.cache = allocate_cache(shape.kept(self.config.cache_dtype), shape.states(), num_slots, self.config)
         books = self.cache.states
         if books is not None:  # without kernels, reading ends would wait for a GPU
             is_readable = device.type == "cpu" or ragged_recurrence.is_available(device)

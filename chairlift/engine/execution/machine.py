@@ -119,7 +119,7 @@ def fit_cache(
         "%d slots of %d tokens: a cache of %s",
         fitted.num_slots,
         fitted.slot_len,
-        sized(fitted.num_slots * fitted.slot_len * model.token_bytes(fitted.dtype)),
+        sized(fitted.num_slots * fitted.slot_len * model.token_bytes(fitted.cache_dtype)),
     )
     return fitted
 

@@ -133,7 +133,7 @@ def _fit_tables(
     """
     longest = resolved.max_seq_len
     if config.max_seq_len == "auto" and model.table_bytes:
-        token_bytes = model.token_bytes(resolved.dtype) + model.table_bytes
+        token_bytes = model.token_bytes(resolved.cache_dtype) + model.table_bytes
         longest = max(1, min(longest, int(free_bytes * resolved.memory_fraction) // token_bytes))
     resolved = resolved.model_copy(update={"max_seq_len": longest})
     num_bytes = resolved.slot_len * model.table_bytes
@@ -188,7 +188,7 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
     snapshot_bytes = 0 if states is None else num_snapshots * states.row_bytes
     memory = _Memory(
         num_bytes=num_bytes - snapshot_bytes,
-        token_bytes=model.token_bytes(resolved.dtype),
+        token_bytes=model.token_bytes(resolved.cache_dtype),
         slot_bytes=0 if states is None else states.slot_bytes(resolved.max_tentative),
         origin=auto_origin if given == "auto" else "kv_cache_memory_bytes",
     )

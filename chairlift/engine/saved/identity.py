@@ -28,7 +28,7 @@ def describe_cache(checkpoint: Checkpoint, config: ResolvedConfig, memory: Path)
 
     `memory`: the directory in which digests of weights are remembered.
     """
-    shape, dtype = checkpoint.config, config.dtype
+    shape = checkpoint.config
     tables = sorted(map(repr, shape.rope_tables))
     if shape.unscaled_positions < config.max_seq_len:
         tables.append(f"for {config.max_seq_len} positions")
@@ -40,8 +40,8 @@ def describe_cache(checkpoint: Checkpoint, config: ResolvedConfig, memory: Path)
         "config": _digest_config(checkpoint),
         "weights": _describe_weights(checkpoint, config, memory),
         "arithmetic": _describe_arithmetic(config),
-        "numbers": f"{dtype}, quantization {config.quantization}, groups {config.keeps_groups}",
-        "layout": repr((shape.kept(dtype), shape.states())),
+        "numbers": f"{config.dtype}, quantization {config.quantization}, groups {config.keeps_groups}",
+        "layout": repr((shape.kept(config.cache_dtype), shape.states())),
         "rope": ", ".join(tables),
     }
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.blocks import GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block, ProjectionScales
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
 
 
 def read_gated_delta_net(config: Any) -> GatedDeltaNetBlock:

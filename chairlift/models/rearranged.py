@@ -16,7 +16,8 @@ from functools import partial
 import torch
 
 from chairlift.errors import CheckpointError, named
-from chairlift.models.blocks import Arrange, GatedDeltaNetBlock
+from chairlift.models.blocks import Arrange
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor, WeightReader, fill

@@ -10,7 +10,10 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.device import to_device
 from chairlift.models import ragged_recurrence
 from chairlift.models.attention import BatchMetadata
-from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block
+from chairlift.models.blocks import Block
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.recurrence import Recur
 from tests.support.gpu import needs_gpu, no_waiting
 from tests.support.recurrences import (

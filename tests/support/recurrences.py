@@ -10,7 +10,10 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.layout import StateParams
-from chairlift.models.blocks import Block, GatedDeltaNetBlock, GatedShortConvBlock, Mamba2Block, Pass
+from chairlift.models.blocks import Block, Pass
+from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
+from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.layers import RMSNorm
 from chairlift.models.recurrence import Recurrent, prepare, prepare_without_states
 from tests.support.forward_bench import MAX_TENTATIVE

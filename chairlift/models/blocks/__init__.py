@@ -1,4 +1,7 @@
-"""The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself."""
+"""The kinds of blocks that layers are made of, a file for each; `block` says what every kind answers for itself.
+
+Recurrent kinds are not named here: `mixers` reads them from configs, and nothing else needs to know them.
+"""
 
 from chairlift.models.blocks.altup import AltUpBlock, AltUpLayer, LaurelBlock, Streams, weights_of_streams
 from chairlift.models.blocks.attention import AttentionBlock, QKNorm, QueryGrowth, SelfAttention
@@ -17,11 +20,8 @@ from chairlift.models.blocks.block import (
 from chairlift.models.blocks.dense_mlp import Activation, DenseMLPBlock, GatedMLP
 from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
 from chairlift.models.blocks.experts import ClampedSwiGLU, Experts, ExpertsBlock, StackedLinear
-from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
-from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.head_orders import head_order
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
-from chairlift.models.blocks.mamba2 import Mamba2Block, ProjectionScales
 from chairlift.models.blocks.names import AS_LLAMA, AlternatingExperts, StackedExperts, TensorNames
 from chairlift.models.blocks.parallel_mlps import ParallelExpertsBlock, ParallelMLPBlock
 from chairlift.models.blocks.per_layer_input import (
@@ -50,13 +50,10 @@ __all__ = [
     "DenseMLPBlock",
     "Experts",
     "ExpertsBlock",
-    "GatedDeltaNetBlock",
     "GatedMLP",
-    "GatedShortConvBlock",
     "LaurelBlock",
     "LayerInputs",
     "LayerInputsConfig",
-    "Mamba2Block",
     "Norms",
     "PackedSublayer",
     "Packer",
@@ -65,7 +62,6 @@ __all__ = [
     "Part",
     "Pass",
     "PerLayerInputBlock",
-    "ProjectionScales",
     "QKNorm",
     "QueryGrowth",
     "Residual",

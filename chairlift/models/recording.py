@@ -28,7 +28,7 @@ _TAKEN_FOR_GRANTED = ("position_ids", "use_cache", "dropout", "output_attentions
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AttentionCall:
     """Records what one layer asked of attention."""
 
     layer_idx: int
@@ -40,7 +40,7 @@ class _Call:
 class _Recorder:
     """An attention that computes nothing, and adds each call to `calls` or raises if it is not supported."""
 
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_AttentionCall] = field(default_factory=list)
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class _Recorder:
             "softcap": softcap,
         }
         layer_idx: Any = module.layer_idx
-        self.calls.append(_Call(layer_idx, read_window(sliding_window), heads))
+        self.calls.append(_AttentionCall(layer_idx, read_window(sliding_window), heads))
         return query.transpose(1, 2).contiguous(), None
 
 
@@ -193,7 +193,7 @@ def _untie(model: Any, config: Any, weights: SafetensorsWeights) -> int:
     return sum(model.get_parameter(name).numel() for name in own)
 
 
-def _record(model: Any, config: Any) -> list[_Call]:
+def _record(model: Any, config: Any) -> list[_AttentionCall]:
     """Finds what each layer needs of attention. CheckpointError, without the model's name, if it is not supported."""
     recorder = _Recorder()
     try:
@@ -213,7 +213,7 @@ def _record(model: Any, config: Any) -> list[_Call]:
     return recorder.calls
 
 
-def _check_calls(config: Any, calls: list[_Call]) -> None:
+def _check_calls(config: Any, calls: list[_AttentionCall]) -> None:
     if not calls:
         raise CheckpointError(_ALIBI if _has_alibi(config) else _OWN_ATTENTION)
     if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)):
@@ -236,7 +236,7 @@ def _has_alibi(config: Any) -> bool:
     return config.model_type in _ALWAYS_ALIBI or bool(getattr(config, "alibi", False))
 
 
-def _reason(model: Any, config: Any, calls: list[_Call], error: Exception) -> str:
+def _reason(model: Any, config: Any, calls: list[_AttentionCall], error: Exception) -> str:
     """Says why its code failed over the cache's slots, as far as its config and the failure tell."""
     if _has_alibi(config):
         return _ALIBI
@@ -249,7 +249,7 @@ def _reason(model: Any, config: Any, calls: list[_Call], error: Exception) -> st
     return _OWN_ATTENTION
 
 
-def _check_windows(config: Any, calls: list[_Call], longest: int) -> None:
+def _check_windows(config: Any, calls: list[_AttentionCall], longest: int) -> None:
     """CheckpointError if the config has windows that attention is not told about, since masks are not made here.
 
     `longest`: positions of a sequence. A window that covers them hides nothing.

@@ -35,7 +35,7 @@ class JsonCallFormat(CallFormat):
             out.begin_call(name)
             yield from self.read_arguments(text, out)
             out.end_call()
-            if not (yield from _read_rest(text)) and not text.is_at_end:
+            if not (yield from _read_remaining(text)) and not text.is_at_end:
                 text.back_to(0)  # the arguments are complete; anything malformed after them is not part of the call
             text.take()
             return True
@@ -142,7 +142,7 @@ def _read_head(text: Text) -> Reading[str | None]:
     return None
 
 
-def _read_rest(text: Text) -> Reading[bool]:
+def _read_remaining(text: Text) -> Reading[bool]:
     """Reads what may follow a call's arguments in its object; False if it does not end as an object does."""
     while not (yield from text.accept("}")):
         is_member = (yield from text.accept(",")) and (yield from text.string()) and (yield from text.accept(":"))

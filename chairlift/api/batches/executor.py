@@ -216,7 +216,7 @@ class _OpenBatch:
     def finish(self) -> None:
         """Makes the replies so far files that clients can find, and ends the batch."""
         if self._ending == "expired":
-            self._give_up_the_rest()
+            self._fail_remaining()
         if self._ending is None:
             self._batch = self._batch.turned("finalizing")
             self._keep()
@@ -245,7 +245,7 @@ class _OpenBatch:
             purpose="batch_output",
         )
 
-    def _give_up_the_rest(self) -> None:
+    def _fail_remaining(self) -> None:
         """Writes an error for each request that has no reply."""
         for request in read_requests(self.input_path, frozenset(self.answered)):
             self.note(request, Reply(0, None, "it was not made before the batch expired", code=_EXPIRED))

@@ -81,14 +81,14 @@ class BodyReader:
         encoding = _checked_encoding(request)
         if request.content_length is not None and request.content_length > self._max_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_bytes, request.content_length)
-        request[_HOLD] = hold = _Hold(client)
+        request[_PENDING] = pending = _PendingBody(client)
         chunks: list[bytes] = []
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._deadlines.add(deadline)
                 try:
                     while chunk := await request.content.readany():
-                        self._count(hold, len(chunk))
+                        self._count(pending, len(chunk))
                         chunks.append(chunk)
                 finally:
                     self._deadlines.discard(deadline)
@@ -110,35 +110,35 @@ class BodyReader:
 
     async def release(self, request: web.Request, _: web.StreamResponse | None = None) -> None:
         """Stops counting the body's bytes: the reply begins, or there will be none."""
-        hold = request.get(_HOLD)
-        if hold is not None:
-            self._num_waiting -= hold.num_bytes
-            self._num_waiting_of[hold.client] -= hold.num_bytes
-            hold.num_bytes = 0
-            if not self._num_waiting_of[hold.client]:
-                del self._num_waiting_of[hold.client]
+        pending = request.get(_PENDING)
+        if pending is not None:
+            self._num_waiting -= pending.num_bytes
+            self._num_waiting_of[pending.client] -= pending.num_bytes
+            pending.num_bytes = 0
+            if not self._num_waiting_of[pending.client]:
+                del self._num_waiting_of[pending.client]
 
-    def _count(self, hold: "_Hold", num_bytes: int) -> None:
-        if hold.num_bytes + num_bytes > self._max_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._max_bytes, hold.num_bytes + num_bytes)
-        if self._num_waiting_of[hold.client] + num_bytes > max(self.max_waiting // 2, self._max_bytes):
+    def _count(self, pending: "_PendingBody", num_bytes: int) -> None:
+        if pending.num_bytes + num_bytes > self._max_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_bytes, pending.num_bytes + num_bytes)
+        if self._num_waiting_of[pending.client] + num_bytes > max(self.max_waiting // 2, self._max_bytes):
             raise ClientTooBusy("too many bytes of your requests are pending; send fewer at once")
         if self._num_waiting + num_bytes > max(self.max_waiting, self._max_bytes):
             raise ServerTooBusy("too many request bytes are pending; try again later")
         self._num_waiting += num_bytes
-        self._num_waiting_of[hold.client] += num_bytes
-        hold.num_bytes += num_bytes
+        self._num_waiting_of[pending.client] += num_bytes
+        pending.num_bytes += num_bytes
 
 
 @dataclass(slots=True)
-class _Hold:
+class _PendingBody:
     """One body's share of the pending bytes."""
 
     client: str
     num_bytes: int = 0
 
 
-_HOLD = web.RequestKey("chairlift_body_hold", _Hold)
+_PENDING = web.RequestKey("chairlift_pending_body", _PendingBody)
 
 
 def _checked_encoding(request: web.Request) -> str | None:

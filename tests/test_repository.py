@@ -1,4 +1,4 @@
-"""What stands around the package: documents, examples, the wheel."""
+"""Tests what stands around the package: documents, examples, the wheel."""
 
 import asyncio
 import platform
@@ -51,16 +51,20 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(document: Path
 EXAMPLES = ROOT / "examples"
 
 
-async def run(example: str, *arguments: str, url: str) -> str:
-    """What it prints, in a thread of this process, which has imported the client; it must complain of nothing."""
+def run_here(monkeypatch: pytest.MonkeyPatch, example: str, *arguments: str) -> None:
+    """Runs it as a program in this process."""
+    monkeypatch.setattr(sys, "argv", [example, *arguments])
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
 
-    def run() -> None:
-        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+
+async def run(example: str, *arguments: str, url: str) -> str:
+    """Returns what it prints, in a thread of this process, which has imported the client; it must complain of
+    nothing.
+    """
 
     output, errors = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
-        patch.setattr(sys, "argv", [example, *arguments, "--url", f"{url}/v1"])
-        await asyncio.to_thread(run)
+        await asyncio.to_thread(run_here, patch, example, *arguments, "--url", f"{url}/v1")
     assert errors.getvalue() == ""
     return output.getvalue()
 
@@ -94,8 +98,7 @@ def test_a_folder_is_searched_for_the_passage_of_the_nearest_vector(
     (tmp_path / "snails.txt").write_text("A snail carries its house.", encoding="utf-8")
     (tmp_path / "ignored.py").write_text("A snail carries its house.", encoding="utf-8")
     question = "A snail carries its house."
-    monkeypatch.setattr(sys, "argv", ["search_folder.py", str(tmp_path), question, "--top", "9"])
-    runpy.run_path(str(EXAMPLES / "search_folder.py"), run_name="__main__")
+    run_here(monkeypatch, "search_folder.py", str(tmp_path), question, "--top", "9")
     first, *others = capsys.readouterr().out.splitlines()
     assert first == f"1.00  {tmp_path / 'snails.txt'}: {question}"
     found = [line.split("  ", 1)[1].removeprefix(f"{tmp_path / 'winds.md'}: ") for line in others]
@@ -106,9 +109,8 @@ def test_a_folder_is_searched_for_the_passage_of_the_nearest_vector(
 def test_every_example_explains_itself_and_is_short(
     example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [example, "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+        run_here(monkeypatch, example, "--help")
     assert ended.value.code == 0
     assert f"python examples/{example}" in capsys.readouterr().out
     assert len((EXAMPLES / example).read_text().splitlines()) <= 60

@@ -12,8 +12,8 @@ TOOL = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "torch_index.
 VARIABLES: tuple[str, ...] = TOOL["VARIABLES"]
 
 
-def options(index: str, *devices: Path) -> list[str]:
-    found: list[str] = TOOL["options"](index, devices)
+def options(index: str, *devices: Path, system: str = "linux") -> list[str]:
+    found: list[str] = TOOL["options"](index, devices, system)
     return found
 
 
@@ -40,8 +40,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux, without settings of pip."""
-    monkeypatch.setattr("sys.platform", "linux")
+    """A machine without settings of pip."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -67,6 +66,5 @@ def test_indexes_that_pips_variables_name_stay_the_only_ones(
     assert options(f"{url}/cpu") == []
 
 
-def test_other_systems_get_pips_default_build(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert options(f"{url}/cpu") == []
+def test_other_systems_get_pips_default_build(url: str) -> None:
+    assert options(f"{url}/cpu", system="darwin") == []

@@ -19,11 +19,14 @@ DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver for Linux,
 VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX")
 
 
-def options(index: str = INDEX, devices: Sequence[Path] = DEVICES) -> list[str]:
-    """Returns the options for pip: that index beside its own ones, or none. `devices`: files that a driver makes."""
+def options(index: str = INDEX, devices: Sequence[Path] = DEVICES, system: str = sys.platform) -> list[str]:
+    """Returns the options for pip: that index beside its own ones, or none.
+
+    `devices`: files that a driver makes. `system`: as `sys.platform` names it.
+    """
     has_device = any(path.exists() for path in devices)
     is_chosen = any(os.environ.get(name) for name in VARIABLES)
-    if sys.platform != "linux" or has_device or is_chosen or not _answers(f"{index}/torch/"):
+    if system != "linux" or has_device or is_chosen or not _answers(f"{index}/torch/"):
         return []
     return ["--extra-index-url", index]
 

@@ -117,24 +117,43 @@ INLINE float first_lane(f32x16 x) {
     return lanes[0];
 }
 
-constexpr int64_t COLUMNS_AT_ONCE = 64;  // of a matrix, which stay in the first-level cache
+// Calls `use` for all columns of a matrix, VECTORS vectors at a time and the last ones by themselves, with the number of
+// vectors as a constant, and the first column.
+template <int VECTORS, class Use> void for_columns(int64_t width, Use use) {
+    int64_t column = 0;
+    for (; column + VECTORS * LANES <= width; column += VECTORS * LANES)
+        use(std::integral_constant<int, VECTORS>{}, column);
+    for (; column < width; column += LANES) use(std::integral_constant<int, 1>{}, column);
+}
 
-// Takes a head's matrix [height][width] through a row's inputs, some columns at a time: `use(now, column, count, i)` has
-// input i move `count` columns from `column` on, which begin at `now` and are `width` apart. Tentative inputs move a
-// copy, in `other`.
-template <class Use>
-void walk_matrix(const RowState& row, float* matrix, int64_t height, int64_t width, float* other, Use use) {
-    if (row.is_fresh) std::memset((void*)matrix, 0, height * width * sizeof(float));
-    for (int64_t column = 0; column < width; column += COLUMNS_AT_ONCE) {
-        const int64_t count = column + COLUMNS_AT_ONCE < width ? COLUMNS_AT_ONCE : width - column;
-        float* now = matrix + column;
+// Some columns of a head's matrix while they go through a row's inputs: where they are, or apart from the others.
+template <int VECTORS> struct Columns {
+    float* const matrix;  // [height][width], from the first of these columns on
+    const int64_t height, width;
+    float* const first;  // [height], `stride` apart: the columns themselves
+    const int64_t stride;
+
+    // `own`: memory for them if they are apart, as tentative inputs must have them; null: they are not.
+    Columns(const RowState& row, float* of, int64_t of_height, int64_t of_width, float* own)
+        : matrix(of), height(of_height), width(of_width), first(own ? own : of),
+          stride(own ? VECTORS * LANES : of_width) {
+        if (row.is_fresh)
+            for (int64_t d = 0; d < height; d++) std::memset((void*)(matrix + d * width), 0, ROW_BYTES);
+        if (first != matrix)
+            for (int64_t d = 0; d < height; d++) std::memcpy(at(d, 0), matrix + d * width, ROW_BYTES);
+    }
+
+    float* at(int64_t d, int vector) const { return first + d * stride + vector * LANES; }
+
+    // Calls `move(i)` for each input, and keeps what the stored ones have made.
+    template <class Move> void walk(const RowState& row, Move move) const {
         for (int64_t i = 0; i < row.num_inputs(); i++) {
-            if (i == row.num_stored()) {
-                for (int64_t d = 0; d < height; d++)
-                    std::memcpy(other + d * width, matrix + d * width + column, count * sizeof(float));
-                now = other;
-            }
-            use(now, column, count, i);
+            move(i);
+            if (i + 1 == row.num_stored() && first != matrix)
+                for (int64_t d = 0; d < height; d++) std::memcpy(matrix + d * width, at(d, 0), ROW_BYTES);
         }
     }
-}
+
+  private:
+    static constexpr size_t ROW_BYTES = VECTORS * LANES * sizeof(float);
+};

@@ -7,15 +7,20 @@
 template <class T, class W> struct GatedDeltaNet {
     static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
 
+    // From so many inputs on, columns are moved apart: lines a power of 2 apart would compete for few places of the
+    // first-level cache. With fewer, whose matrix comes from memory, more columns at a time are read as longer streams.
+    static constexpr int64_t MANY_INPUTS = 4;
+    static constexpr int VECTORS_APART = 2, VECTORS_IN_PLACE = 4;
+
     const Stream<T, W>& stream;
     const StateRows& rows;
     const InnerRows<T, W> gated;
     float* const projected;  // [T][in.columns]: query, key, value, output gate
     float* const gates;      // [T][gate.columns, padded to 16]: beta, decay
-    float* const ready;      // of all inputs, replayed ones as well: query, key, value, factor of decay, beta
-    float* const heads;      // [T][heads]: outputs
-    float* const scratch;    // [threads]: a matrix that takes tentative tokens in
-    const int64_t scratch_size;
+    float* const ready;      // what heads read of all inputs, replayed ones as well: see `queries_of`
+    float* const heads;      // [value heads][T][value_dim]: outputs
+    float* const scratch;    // [threads]: the columns at hand
+    const int64_t scratch_size, num_inputs;
 
     // With memory for each such block of a piece.
     GatedDeltaNet(const Stream<T, W>& s, const StateRows& r, const Sublayers& sublayers, int num_threads, Arena& arena)
@@ -24,8 +29,8 @@ template <class T, class W> struct GatedDeltaNet {
           gates(arena.allocate<float>(s.num_tokens * most(sublayers, num_gates))),
           ready(arena.allocate<float>(r.num_inputs() * most(sublayers, num_ready))),
           heads(arena.allocate<float>(s.num_tokens * most(sublayers, num_values))),
-          scratch(arena.allocate<float>(num_threads * most(sublayers, matrix_size))),
-          scratch_size(most(sublayers, matrix_size)) {}
+          scratch(arena.allocate<float>(num_threads * most(sublayers, columns_size))),
+          scratch_size(most(sublayers, columns_size)), num_inputs(r.num_inputs()) {}
 
     static bool reads(const GatedDeltaNetBlock& block, bool plain) {
         return is_plain<W>(block.in) == plain || is_plain<W>(block.gate) == plain;
@@ -71,7 +76,22 @@ template <class T, class W> struct GatedDeltaNet {
     static int64_t num_projected(const GatedDeltaNetBlock& block) { return num_mixed(block) + num_values(block); }
     static int64_t num_gates(const GatedDeltaNetBlock& block) { return pad(2 * block.num_value_heads, LANES); }
     static int64_t num_ready(const GatedDeltaNetBlock& block) { return num_mixed(block) + num_gates(block); }
-    static int64_t matrix_size(const GatedDeltaNetBlock& block) { return block.key_dim * block.value_dim; }
+    static int64_t columns_size(const GatedDeltaNetBlock& block) { return block.key_dim * VECTORS_APART * LANES; }
+
+    // Each head reads its own part of `ready` as a stream, input by input: a query and its key [2][key_dim] for each key
+    // head, then a value for each value head, then its beta and factor of decay.
+    float* queries_of(const GatedDeltaNetBlock& block, int64_t key_head, int64_t input) const {
+        return ready + (key_head * num_inputs + input) * 2 * block.key_dim;
+    }
+    float* value_of(const GatedDeltaNetBlock& block, int64_t head, int64_t input) const {
+        return ready + 2 * num_keys(block) * num_inputs + (head * num_inputs + input) * block.value_dim;
+    }
+    float* gates_of(const GatedDeltaNetBlock& block, int64_t head, int64_t input) const {
+        return ready + num_mixed(block) * num_inputs + (head * num_inputs + input) * 2;
+    }
+    float* output_of(const GatedDeltaNetBlock& block, int64_t head, int64_t t) const {
+        return heads + (head * stream.num_tokens + t) * block.value_dim;
+    }
 
     InnerRows<T, W> rows_of(const GatedDeltaNetBlock& block) const { return gated.narrowed(num_values(block)); }
 
@@ -79,23 +99,23 @@ template <class T, class W> struct GatedDeltaNet {
         return {block.taps, nullptr, block.num_taps, num_mixed(block)};
     }
 
-    // Convolves and activates some features of a row's inputs, and puts them into `ready`.
-    void convolve(const GatedDeltaNetBlock& block, const RowState& row, int64_t feature, int64_t width) const {
-        const int64_t stride = num_projected(block), size = num_ready(block);
-        for (int64_t k = feature; k < feature + width; k += LANES)
-            convolve16(taps_of(block), row, projected + row.token * stride, stride, k, [&](int64_t i, f32x16 x) {
-                store16(ready + (row.first + i) * size + k, silu16(x));
-            });
+    // Convolves and activates some features of a row's inputs. `to`: of the first input; the next is `size` further.
+    void convolve(const GatedDeltaNetBlock& block, const RowState& row, int64_t feature, int64_t width, float* to,
+                  int64_t size) const {
+        const int64_t stride = num_projected(block);
+        for (int64_t k = 0; k < width; k += LANES)
+            convolve16(taps_of(block), row, projected + row.token * stride, stride, feature + k,
+                       [&](int64_t i, f32x16 x) { store16(to + i * size + k, silu16(x)); });
     }
 
     // A query and its key, each of length 1; the query is scaled as well.
     void make_pair(const GatedDeltaNetBlock& block, const RowState& row, int64_t head) const {
-        const int64_t dim = block.key_dim, size = num_ready(block);
+        const int64_t dim = block.key_dim, size = 2 * dim;
         for (int64_t kind = 0; kind < 2; kind++) {
-            const int64_t feature = kind * num_keys(block) + head * dim;
-            convolve(block, row, feature, dim);
+            float* const to = queries_of(block, head, row.first) + kind * dim;
+            convolve(block, row, kind * num_keys(block) + head * dim, dim, to, size);
             for (int64_t i = 0; i < row.num_inputs(); i++) {
-                float* own = ready + (row.first + i) * size + feature;
+                float* own = to + i * size;
                 f32x16 squares = splat(0.0f);
                 for (int64_t d = 0; d < dim; d += LANES) squares = fma16(load16(own + d), load16(own + d), squares);
                 const float length = __builtin_sqrtf(sum16(squares) + float(block.length_eps));
@@ -106,21 +126,22 @@ template <class T, class W> struct GatedDeltaNet {
     }
 
     void make_value(const GatedDeltaNetBlock& block, const RowState& row, int64_t head) const {
-        convolve(block, row, 2 * num_keys(block) + head * block.value_dim, block.value_dim);
+        const int64_t dim = block.value_dim;
+        convolve(block, row, 2 * num_keys(block) + head * dim, dim, value_of(block, head, row.first), dim);
     }
 
     // Of all heads. Those of beta come first, as their inputs do.
     void make_gates(const GatedDeltaNetBlock& block, const RowState& row) const {
-        const int64_t count = block.num_value_heads, size = num_ready(block), stride = num_gates(block);
+        const int64_t count = block.num_value_heads, stride = num_gates(block);
         const float* own = gates + row.token * stride;
         for (int64_t i = 0; i < row.num_inputs(); i++) {
             const int64_t t = i - row.num_replayed;
             const float* from = t < 0 ? row.pending + i * row.pending_stride + num_mixed(block) : own + t * stride;
-            float* to = ready + (row.first + i) * size + num_mixed(block);
             for (int64_t head = 0; head < count; head++) {
                 const float decay = from[count + head] + block.dt_bias[head];
-                to[head] = first_lane(sigmoid16(splat(from[head])));
-                to[count + head] = first_lane(exp2_16(softplus16(splat(decay)) * (block.rates[head] * LOG2_E)));
+                float* to = gates_of(block, head, row.first + i);
+                to[0] = first_lane(sigmoid16(splat(from[head])));
+                to[1] = first_lane(exp2_16(softplus16(splat(decay)) * (block.rates[head] * LOG2_E)));
             }
         }
         for (int64_t i = 0; i < row.num_tentative; i++)
@@ -129,69 +150,89 @@ template <class T, class W> struct GatedDeltaNet {
     }
 
     // The matrix of a head through a row's inputs, and what the next product reads of its outputs.
-    void run_head(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, float* other,
+    void run_head(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, float* own,
                   const Rows<T>& written) const {
-        const int64_t dim = block.value_dim, size = num_ready(block), stride = num_values(block);
-        const int64_t key_head = block.has_tiled_heads ? head % block.num_key_heads
-                                                       : head / (block.num_value_heads / block.num_key_heads);
-        float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * matrix_size(block);
-        const auto move = [&](float* now, int64_t column, int64_t width, int64_t i) {
-            const float* input = ready + (row.first + i) * size;
-            const float *query = input + key_head * block.key_dim, *key = query + num_keys(block);
-            const float* value = input + 2 * num_keys(block) + head * dim + column;
-            const float *beta = input + num_mixed(block) + head, *decay = beta + block.num_value_heads;
-            const int64_t t = i - row.num_replayed;
-            float* output = t < 0 ? nullptr : heads + (row.token + t) * stride + head * dim + column;
-            const Arrival arrival{query, key, value, *decay, *beta, output};
-            if (width == COLUMNS_AT_ONCE)
-                advance<COLUMNS_AT_ONCE / LANES>(block, now, 0, arrival);
-            else
-                for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
+        const int64_t size = block.key_dim * block.value_dim;
+        float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * size;
+        const auto run = [&](auto vectors, int64_t column, float* apart) {
+            const Columns<vectors()> columns(row, matrix + column, block.key_dim, block.value_dim, apart);
+            run_columns(block, row, head, column, columns);
         };
-        walk_matrix(row, matrix, block.key_dim, dim, other, move);
+        if (row.num_inputs() >= MANY_INPUTS || row.num_tentative)
+            for_columns<VECTORS_APART>(block.value_dim, [&](auto vectors, int64_t k) { run(vectors, k, own); });
+        else
+            for_columns<VECTORS_IN_PLACE>(block.value_dim, [&](auto vectors, int64_t k) { run(vectors, k, nullptr); });
         for (int64_t t = row.token; t < row.token + row.num_new; t++) finish(block, t, head, written);
     }
 
-    // One token, for one head: its value and output begin with the columns at hand. A replayed one has no output.
+    template <int VECTORS>
+    void run_columns(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, int64_t column,
+                     const Columns<VECTORS>& columns) const {
+        const int64_t key_head = block.has_tiled_heads ? head % block.num_key_heads
+                                                       : head / (block.num_value_heads / block.num_key_heads);
+        const float* query = queries_of(block, key_head, row.first);
+        const float* value = value_of(block, head, row.first) + column;
+        const float* gate = gates_of(block, head, row.first);
+        f32x16 answers[VECTORS];
+        ask(columns, query + block.key_dim, answers);
+        columns.walk(row, [&](int64_t i) {
+            f32x16 read[VECTORS];
+            const Arrival arrival{query, query + block.key_dim, value, gate[0], gate[1]};
+            if (i + 1 < row.num_inputs())
+                advance<true>(columns, arrival, answers, read);
+            else
+                advance<false>(columns, arrival, answers, read);
+            query += 2 * block.key_dim, value += block.value_dim, gate += 2;
+            if (i < row.num_replayed) return;
+            float* output = output_of(block, head, row.token + i - row.num_replayed) + column;
+            for (int v = 0; v < VECTORS; v++) store16(output + v * LANES, read[v]);
+        });
+    }
+
+    // One token, for one head, whose value begins with the columns at hand. The next token's query follows its key.
     struct Arrival {
         const float *query, *key, *value;
-        float decay, beta;
-        float* output;
+        float beta, decay;
     };
 
-    // One token in some columns of a matrix S, from the first of them on: S becomes a S + k b (v - a S' k)', and the
-    // output is S' q of that.
+    // S' k of some columns of a matrix S.
     template <int VECTORS>
-    static void advance(const GatedDeltaNetBlock& block, float* columns, int64_t first, const Arrival& arrival) {
-        const int64_t stride = block.value_dim;
-        float* const matrix = columns + first;
-        f32x16 answers[VECTORS], read[VECTORS];
-        for (int v = 0; v < VECTORS; v++) answers[v] = read[v] = splat(0.0f);
-        for (int64_t d = 0; d < block.key_dim; d++) {
-            const f32x16 k = splat(arrival.key[d]);
+    static void ask(const Columns<VECTORS>& columns, const float* key, f32x16 (&answers)[VECTORS]) {
+        for (int v = 0; v < VECTORS; v++) answers[v] = splat(0.0f);
+        for (int64_t d = 0; d < columns.height; d++)
             for (int v = 0; v < VECTORS; v++)
-                answers[v] = fma16(load16(matrix + d * stride + v * LANES), k, answers[v]);
-        }
+                answers[v] = fma16(load16(columns.at(d, v)), splat(key[d]), answers[v]);
+    }
+
+    // One token in some columns of a matrix S, whose answers are S' k: S becomes a S + k b (v - a S' k)'. `read`: S' q of
+    // that; and the answers become S' k of the next token's key, if there is one, so that S is read once a token.
+    template <bool HAS_NEXT, int VECTORS>
+    static void advance(const Columns<VECTORS>& columns, const Arrival& arrival, f32x16 (&answers)[VECTORS],
+                        f32x16 (&read)[VECTORS]) {
+        const int64_t dim = columns.height;
+        const float* next = arrival.key + 2 * dim;
         f32x16 corrections[VECTORS];
-        for (int v = 0; v < VECTORS; v++) corrections[v] =
-                (load16(arrival.value + first + v * LANES) - answers[v] * arrival.decay) * arrival.beta;
-        for (int64_t d = 0; d < block.key_dim; d++) {
+        for (int v = 0; v < VECTORS; v++) {
+            corrections[v] = (load16(arrival.value + v * LANES) - answers[v] * arrival.decay) * arrival.beta;
+            answers[v] = read[v] = splat(0.0f);
+        }
+        for (int64_t d = 0; d < dim; d++) {
             const f32x16 k = splat(arrival.key[d]), q = splat(arrival.query[d]);
+            const f32x16 asked = splat(HAS_NEXT ? next[d] : 0.0f);
             for (int v = 0; v < VECTORS; v++) {
-                float* element = matrix + d * stride + v * LANES;
+                float* element = columns.at(d, v);
                 const f32x16 moved = fma16(k, corrections[v], load16(element) * arrival.decay);
                 store16(element, moved);
                 read[v] = fma16(moved, q, read[v]);
+                if constexpr (HAS_NEXT) answers[v] = fma16(moved, asked, answers[v]);
             }
         }
-        if (arrival.output)
-            for (int v = 0; v < VECTORS; v++) store16(arrival.output + first + v * LANES, read[v]);
     }
 
     // A head's output after its norm and gate.
     void finish(const GatedDeltaNetBlock& block, int64_t t, int64_t head, const Rows<T>& written) const {
         const int64_t dim = block.value_dim, at = head * dim;
-        const float* output = heads + t * num_values(block) + at;
+        const float* output = output_of(block, head, t);
         const float* gate = projected + t * num_projected(block) + num_mixed(block) + at;
         const float scale = inverse_rms(output, dim, float(block.norm_eps));
         for (int64_t d = 0; d < dim; d += LANES)

@@ -6,6 +6,7 @@
 
 template <class T, class W> struct Mamba2 {
     static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
+    static constexpr int VECTORS = 4;  // of a head's columns at a time, whose sums stay in registers
     static constexpr int64_t CONVOLVED = 128;  // features that a thread convolves at a time
 
     const Stream<T, W>& stream;
@@ -14,7 +15,7 @@ template <class T, class W> struct Mamba2 {
     float* const projected;  // [T][in.columns, padded to 16]: output gate, x, B, C, dt
     float* const ready;      // of all inputs, replayed ones as well: x, B, C, dt, factor of decay
     float* const heads;      // [T][features]: outputs
-    float* const scratch;    // [threads]: a matrix that takes tentative tokens in
+    float* const scratch;    // [threads]: the columns at hand
     const int64_t scratch_size;
 
     // With memory for each such block of a piece.
@@ -23,8 +24,8 @@ template <class T, class W> struct Mamba2 {
           projected(arena.allocate<float>(s.num_tokens * most(sublayers, num_projected))),
           ready(arena.allocate<float>(r.num_inputs() * most(sublayers, num_ready))),
           heads(arena.allocate<float>(s.num_tokens * most(sublayers, num_features))),
-          scratch(arena.allocate<float>(num_threads * most(sublayers, matrix_size))),
-          scratch_size(most(sublayers, matrix_size)) {}
+          scratch(arena.allocate<float>(num_threads * most(sublayers, columns_size))),
+          scratch_size(most(sublayers, columns_size)) {}
 
     static bool reads(const Mamba2Block& block, bool plain) { return is_plain<W>(block.in) == plain; }
 
@@ -71,7 +72,7 @@ template <class T, class W> struct Mamba2 {
         return num_features(block) + num_mixed(block) + padded_heads(block);
     }
     static int64_t num_ready(const Mamba2Block& block) { return num_mixed(block) + 2 * padded_heads(block); }
-    static int64_t matrix_size(const Mamba2Block& block) { return block.state_size * block.head_dim; }
+    static int64_t columns_size(const Mamba2Block& block) { return block.state_size * VECTORS * LANES; }
 
     InnerRows<T, W> rows_of(const Mamba2Block& block) const { return gated.narrowed(num_features(block)); }
 
@@ -114,23 +115,29 @@ template <class T, class W> struct Mamba2 {
     }
 
     // The matrix of a head through a row's inputs.
-    void run_head(const Mamba2Block& block, const RowState& row, int64_t head, float* other) const {
+    void run_head(const Mamba2Block& block, const RowState& row, int64_t head, float* own) const {
+        const int64_t size = block.state_size * block.head_dim;
+        float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * size;
+        for_columns<VECTORS>(block.head_dim, [&](auto vectors, int64_t column) {
+            float* const apart = row.num_tentative ? own : nullptr;
+            const Columns<vectors()> columns(row, matrix + column, block.state_size, block.head_dim, apart);
+            run_columns(block, row, head, column, columns);
+        });
+    }
+
+    template <int COUNT>
+    void run_columns(const Mamba2Block& block, const RowState& row, int64_t head, int64_t column,
+                     const Columns<COUNT>& columns) const {
         const int64_t dim = block.head_dim, size = num_ready(block), features = num_features(block);
         const int64_t group = head / (block.num_heads / block.num_groups);
-        float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * matrix_size(block);
-        const auto move = [&](float* now, int64_t column, int64_t width, int64_t i) {
+        columns.walk(row, [&](int64_t i) {
             const float *input = ready + (row.first + i) * size, *dt = input + num_mixed(block) + head;
             const float *entering = input + features + group * block.state_size, *x = input + head * dim + column;
             const int64_t t = i - row.num_replayed;
             float* output = t < 0 ? nullptr : heads + (row.token + t) * features + head * dim + column;
-            const Arrival arrival{x, entering, entering + num_shared(block), *dt, dt[padded_heads(block)],
-                                  block.skips[head], output};
-            if (width == COLUMNS_AT_ONCE)
-                advance<COLUMNS_AT_ONCE / LANES>(block, now, 0, arrival);
-            else
-                for (int64_t k = 0; k < width; k += LANES) advance<1>(block, now, k, arrival);
-        };
-        walk_matrix(row, matrix, block.state_size, dim, other, move);
+            advance(columns, {x, entering, entering + num_shared(block), *dt, dt[padded_heads(block)],
+                              block.skips[head], output});
+        });
     }
 
     // One token, for one head: x and the output begin with the columns at hand. A replayed one has no output.
@@ -140,30 +147,26 @@ template <class T, class W> struct Mamba2 {
         float* output;
     };
 
-    // One token in some columns of a matrix S, from the first of them on: S becomes a S + B (dt x)', and the output is
-    // S' C of that, and D x.
-    template <int VECTORS>
-    static void advance(const Mamba2Block& block, float* columns, int64_t first, const Arrival& arrival) {
-        const int64_t stride = block.head_dim;
-        const float* const x = arrival.x + first;
-        float* const matrix = columns + first;
-        f32x16 added[VECTORS], read[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            added[v] = load16(x + v * LANES) * arrival.dt;
+    // One token in some columns of a matrix S: S becomes a S + B (dt x)', and the output is S' C of that, and D x.
+    template <int COUNT> static void advance(const Columns<COUNT>& columns, const Arrival& arrival) {
+        f32x16 added[COUNT], read[COUNT];
+        for (int v = 0; v < COUNT; v++) {
+            added[v] = load16(arrival.x + v * LANES) * arrival.dt;
             read[v] = splat(0.0f);
         }
-        for (int64_t n = 0; n < block.state_size; n++) {
+        for (int64_t n = 0; n < columns.height; n++) {
             const f32x16 b = splat(arrival.entering[n]), c = splat(arrival.leaving[n]);
-            for (int v = 0; v < VECTORS; v++) {
-                float* element = matrix + n * stride + v * LANES;
+            for (int v = 0; v < COUNT; v++) {
+                float* element = columns.at(n, v);
                 const f32x16 moved = fma16(b, added[v], load16(element) * arrival.decay);
                 store16(element, moved);
                 read[v] = fma16(moved, c, read[v]);
             }
         }
         if (!arrival.output) return;
-        for (int v = 0; v < VECTORS; v++)
-            store16(arrival.output + first + v * LANES, fma16(load16(x + v * LANES), splat(arrival.skip), read[v]));
+        for (int v = 0; v < COUNT; v++)
+            store16(arrival.output + v * LANES,
+                    fma16(load16(arrival.x + v * LANES), splat(arrival.skip), read[v]));
     }
 
     // The output of a group of heads after its gate and norm, in their order.

@@ -1,14 +1,22 @@
-"""Requests that would like ten times the memory that there is, memory that comes back, and a step that finds none."""
+"""Requests that would like ten times the memory that there is, memory that comes back, and a step that finds none.
 
+And a model for which there is none at all.
+"""
+
+import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager
@@ -16,9 +24,10 @@ from chairlift.cache.memory import MappedMemory, can_map
 from chairlift.config import DType
 from chairlift.device import on_device
 from chairlift.engine.execution import runner as runner_module
+from chairlift.engine.execution.machine import inspect_machine
 from chairlift.engine.execution.runner import ModelRunner
 from chairlift.engine.parts import Parts
-from chairlift.errors import EngineDead
+from chairlift.errors import ConfigurationError, EngineDead
 from chairlift.models import load_forward
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import RequestOutput
@@ -26,8 +35,9 @@ from tests.engine.async_support import last, make_async_llm, wait_until
 from tests.engine.support import GREEDY, PROMPTS, core_of, make_llm, make_tiny_checkpoint, tokens_of
 from tests.engine.test_poison import assert_clean, greedy
 from tests.models.cpu.support import BASE, FLOAT32, cpu_bench
-from tests.support.engines import WrappedForward, ahead
+from tests.support.engines import WrappedForward, ahead, make_core
 from tests.support.forward_bench import SLOT_LEN, Row
+from tests.support.gguf_files import Kind, new_writer
 from tests.support.kernels import HAS_COMPILER
 
 needs_mapping = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
@@ -248,3 +258,61 @@ def test_a_launch_happens_on_its_device(tiny: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(runner_module, "on_device", note)
         llm.generate([PROMPTS[0]], asking(GREEDY, 1)[0])
     assert seen == ["on cpu", "hidden", "off"]
+
+
+def write_large_mixture(path: Path) -> Path:
+    """Writes a file of 16 GB that takes none of the disk: 48 layers of 128 experts, of which it has the names alone."""
+    writer = new_writer(path, "qwen3moe")
+    hidden, inner, heads, num_experts, layers = 2048, 768, 4096, 128, 48
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(4)
+    writer.add_key_length(128)
+    writer.add_value_length(128)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(8)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_token_list([f"t{index}" for index in range(320)])
+    of_a_layer = {
+        "attn_norm": (hidden,),
+        "attn_q_norm": (128,),
+        "attn_k_norm": (128,),
+        "ffn_norm": (hidden,),
+        "ffn_gate_inp": (num_experts, hidden),
+        "attn_q": (heads, hidden),
+        "attn_k": (512, hidden),
+        "attn_v": (512, hidden),
+        "attn_output": (hidden, heads),
+        **{f"ffn_{name}_exps": (num_experts, inner, hidden) for name in ("gate", "up")},
+        "ffn_down_exps": (num_experts, hidden, inner),
+    }
+    shapes = {"token_embd": (320, hidden), "output_norm": (hidden,)}
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in of_a_layer.items()}
+    for name, shape in shapes.items():
+        kind = Kind.F32 if len(shape) == 1 or "gate_inp" in name else Kind.Q4_K
+        num_elements, num_bytes = GGML_QUANT_SIZES[kind]
+        size = math.prod(shape) // num_elements * num_bytes
+        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.float32), size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    num_bytes = sum(each.nbytes for part in writer.tensors for each in part.values())
+    os.truncate(path, path.stat().st_size + num_bytes + 32)  # all but the alignment of the first is a multiple of 32
+    return path
+
+
+def test_a_mixture_without_room_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = write_large_mixture(tmp_path / "model.gguf")
+    machine = replace(inspect_machine("cpu"), free_bytes=12 * 2**30)
+
+    def load(*_: object) -> NoReturn:
+        raise AssertionError("the file holds nothing but its header")
+
+    said = "they need 16.12 GiB as they are stored, and 12.00 GiB are free; choose a smaller model, or one that is"
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        make_core(str(path), Parts(machine=machine, load_forward=load))

@@ -411,7 +411,7 @@ def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
         (GIB // 4, {"quantization": "int8"}, "272.00 MiB as int8, and 256.00 MiB are free; with quantization they"),
         (GIB // 4, {"quantization": "int8"}, "need less (int4 176.00 MiB), or choose a smaller model"),
         (GIB // 8, {"quantization": "int4"}, f"176.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
-        (99, {"grouped": GroupedSize(2**28, 2**28)}, f"256.00 MiB as bfloat16, and 99 bytes are free; {SMALLER}"),
+        (99, {"grouped": GroupedSize(2**28, 2**28)}, "256.00 MiB as they are stored, and 99 bytes are free; choose a"),
     ],
 )
 def test_weights_that_do_not_fit_name_formats_that_need_less(free: int, asked: dict[str, Any], said: str) -> None:

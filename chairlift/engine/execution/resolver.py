@@ -85,7 +85,8 @@ def resolve(
     if weight_bytes >= machine.free_bytes:
         formats = [] if grouped is not None else formats_for(is_native=is_native, has_own_kernels=has_own_kernels)
         advice = advise(num_parameters, config.quantization, formats, has_experts=has_experts)
-        raise ConfigurationError(f"{describe_shortage(weight_bytes, stored, machine.free_bytes)}; {advice}")
+        form = "they are stored" if kept is not None else str(stored)
+        raise ConfigurationError(f"{describe_shortage(weight_bytes, form, machine.free_bytes)}; {advice}")
     decided = {
         "device": machine.device,
         "dtype": dtype,

@@ -16,7 +16,7 @@ import chairlift
 from chairlift import LLM, SamplingParams
 from chairlift.engine.sampling import drawing
 from chairlift.engine.sampling.additions import Scattered
-from chairlift.engine.sampling.drawing import cutoff_by_bisection, cutoff_by_sorting, uniforms
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, cutoff_by_bisection, cutoff_by_sorting, uniforms
 from chairlift.engine.sampling.sampler import Sampler, pick_logprobs
 from chairlift.params import RequestOutput, StructuredOutputs, TokenLogprobs
 from chairlift.scheduler import RequestState
@@ -144,6 +144,17 @@ def test_greedy_rows_take_the_likeliest_whatever_random_rows_are_beside_them() -
     tokens = sample_once([make_request(greedy if row % 2 else drawn, seed=row) for row in range(12)], logits)
     assert tokens[1::2] == logits.argmax(dim=-1).tolist()[1::2]
     assert tokens[0::2] != logits.argmax(dim=-1).tolist()[0::2]
+
+
+def test_greedy_rows_take_the_first_of_equals_and_nothing_of_numbers_that_are_none() -> None:
+    logits = random_logits(4, 5)
+    logits[0, [9, 30]] = 90.0
+    logits[1, 3] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, :-1] = -torch.inf
+    greedy = [make_request(SamplingParams(temperature=0.0)) for _ in range(5)]
+    assert sample_once(greedy, logits) == [9, INVALID_TOKEN, INVALID_TOKEN, INVALID_TOKEN, VOCAB - 1]
 
 
 def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_launch() -> None:

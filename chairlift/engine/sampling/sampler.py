@@ -60,6 +60,15 @@ def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, num_top: int) ->
     return LogprobTensors(tokens, values.squeeze(1), ranks, top_tokens, top_values)
 
 
+def _best_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 `[N, vocab]` -> the largest of each row, and where it is first; NaN, if there is one, is the largest."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1)
+    # NumPy compares vectors; torch compares number by number, which takes a CPU several times as long.
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens
+
+
 def _top(tokens: list[int], values: list[float], first: int) -> dict[int, Logprob]:
     pairs = zip(tokens, values, strict=True)
     return {token: Logprob(value, rank) for rank, (token, value) in enumerate(pairs, 1) if token != first}
@@ -156,7 +165,7 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, draws: DrawBatch | None, step: int) -> torch.Tensor:
         """Returns tokens, int64 `[N]`; INVALID_TOKEN where there is none."""
-        best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
+        best, tokens = _best_of(logits)
         if draws is not None:
             tokens[draws.rows] = draws.draw(logits, step)
         return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)

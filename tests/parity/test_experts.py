@@ -27,6 +27,7 @@ from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
 from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.engines import core_of
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
 from tests.support.gguf_files import Kind, write_model
 from tests.support.kernels import needs_kernels
@@ -211,24 +212,33 @@ def test_native_logits_are_those_of_transformers_with_the_same_bits_in_every_mix
 @pytest.mark.parametrize("family", ROUTERS)
 def test_native_answers_are_those_of_transformers_on_reused_prefixes_with_guesses(directory: Path, family: str) -> None:
     path, reference = checkpoint(directory, family)
-    first, second, third, shared = random_prompts(6, [3, 40, 17, 50])
+    first, second, third, shared = random_prompts(6, [3, 40, 17, 80])
     prompts = [first, shared + second, shared + third]
     engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 33, "speculation": "ngram"}
     with LLM(str(path), attention_backend="cpu", max_seq_len=SLOT_LEN, **engine) as llm:
         assert_greedy_answers(reference, llm, prompts, 64)
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
+        totals = core_of(llm).read_stats().totals
+    assert totals.num_cached_tokens > 50
+    assert totals.num_accepted_tokens > 50
 
 
 @needs_kernels
-def test_requests_get_the_same_bits_alone_as_among_two_hundred(directory: Path) -> None:
-    path, _ = checkpoint(directory, "qwen3_moe")
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("qwen3_moe", {"dtype": "float32"}), ("gpt_oss", {"dtype": "bfloat16", "quantization": "int8"})],
+)
+def test_requests_get_the_same_bits_alone_as_among_two_hundred(
+    directory: Path, family: str, format: dict[str, str]
+) -> None:
+    path, _ = checkpoint(directory, family)
     numbers = random.Random(7)
     prompts = random_prompts(8, [numbers.randint(1, 24) for _ in range(200)])
     params = [
         SamplingParams(temperature=numbers.choice([0.0, 1.0]), seed=index, max_tokens=numbers.randint(1, 5), logprobs=2)
         for index in range(len(prompts))
     ]
-    engine: dict[str, Any] = {"attention_backend": "cpu", "dtype": "float32", "max_seq_len": 64}
+    engine: dict[str, Any] = {"attention_backend": "cpu", "max_seq_len": 64, **format}
     answers = []
     for num_slots, num_tokens in ((1, 64), (16, 40)):
         with LLM(str(path), max_batch_size=num_slots, max_num_batched_tokens=num_tokens, **engine) as llm:

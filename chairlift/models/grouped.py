@@ -270,6 +270,18 @@ def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedParts:
+    """Reads a matrix in groups whose rows are those of several, one after the other."""
+
+    parts: Sequence[Callable[[], GroupedWeight]]
+    num_elements: int  # of all of them
+
+    def __call__(self) -> GroupedWeight:
+        """All of it."""
+        return stack_rows(compute_each(lambda part: part(), self.parts, self.num_elements))
+
+
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Stacks matrices, as for the projections of queries, keys and values. They must have one group size.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.device import compiled_on_gpu
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import GroupedParts, GroupedWeight
 
 
 class Product(Protocol):
@@ -81,6 +81,13 @@ class Linear(nn.Linear):
         weight = self.weight.detach()
         del self.weight
         return weight
+
+    def let_go_parts(self) -> GroupedParts | None:
+        """Returns what reads the weight, and drops it. None if it is not in groups, or has been read."""
+        if not isinstance(self._taken, GroupedParts):
+            return None
+        parts, self._taken = self._taken, None
+        return parts
 
     def pack(self) -> None:
         """Brings the weight into oneDNN's blocked layout, which is opaque, and frees the plain one."""

@@ -22,7 +22,13 @@ from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import TORCH_DTYPES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight, round_to_float8, stack_rows, workspace_elements
+from chairlift.models.grouped import (
+    GROUP_ALIGNMENT,
+    GroupedParts,
+    GroupedWeight,
+    round_to_float8,
+    workspace_elements,
+)
 from chairlift.models.matching import listed, match_tensors, naming_tensor, read_tensor, refuse_differences
 from chairlift.models.side_by_side import compute_each
 from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, count_scale_bytes
@@ -72,9 +78,9 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
-                model.load_weight(name, _read_groups(reader, stored).on(device).compacted())
+                model.load_weight(name, _grouped_parts(reader, stored)().on(device).compacted())
             elif keeps_groups and name in formats:
-                model.load_weight(name, functools.partial(_read_groups, reader, stored))
+                model.load_weight(name, _grouped_parts(reader, stored))
             elif reads_late and model.is_product(name):
                 num_late += model.get_parameter(name).numel() * dtype.num_bytes
                 model.load_weight(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
@@ -309,10 +315,10 @@ def _read_group(reader: WeightReader, name: str) -> GroupedWeight:
     return read
 
 
-def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
+def _grouped_parts(reader: WeightReader, stored: list[str]) -> GroupedParts:
     """The matrices, stacked."""
     num_elements = sum(math.prod(reader.tensors[name].shape) for name in stored)
-    return stack_rows(compute_each(functools.partial(_read_group, reader), stored, num_elements))
+    return GroupedParts([functools.partial(_read_group, reader, name) for name in stored], num_elements)
 
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -154,10 +154,13 @@ class Experts(BlockModule):
     def pack(self, packer: Packer) -> dict[str, object]:
         block, router = self.block, self.block.router
         clamped = block.activation if isinstance(block.activation, ClampedSwiGLU) else ClampedSwiGLU(0.0, 0.0)
-        arrange = partial(pad_each, count=router.num_experts, lanes=packer.lanes)
+        arrange = partial(pad_rows, multiple=packer.lanes)
         return {
             "router": packer.matrix(self.router, is_exact=True, is_plain=self.own_norms is not None),
-            **{name: packer.matrix(getattr(self, f"{name}_proj"), arrange) for name in ("gate", "up", "down")},
+            **{
+                name: packer.matrix(getattr(self, f"{name}_proj"), arrange, num_parts=router.num_experts)
+                for name in ("gate", "up", "down")
+            },
             "choice_bias": None if self.choice_bias is None else packer.vector(self.choice_bias),
             "num_experts": router.num_experts,
             "num_chosen": router.num_chosen,
@@ -172,13 +175,6 @@ class Experts(BlockModule):
             "alpha": clamped.alpha,
             "limit": clamped.limit,
         }
-
-
-def pad_each(rows: torch.Tensor, count: int, lanes: int) -> torch.Tensor:
-    """`[count * n, ...]`: pads each n rows with zeros to whole panels."""
-    if len(rows) // count % lanes == 0:
-        return rows
-    return torch.cat([pad_rows(each, lanes) for each in rows.chunk(count)])
 
 
 def _multiply(activation: Activation | ClampedSwiGLU, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,6 +15,7 @@ from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.calibration import Calibration
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
+from chairlift.models.cpu.parts import pack_parts
 from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Streams, Sublayer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
@@ -23,6 +25,11 @@ from chairlift.models.rotary import RopeTable
 
 def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
     return rows
+
+
+def _arrange_each(arrange: Arrange, num_parts: int, rows: torch.Tensor) -> torch.Tensor:
+    parts = [arrange(part) for part in rows.chunk(num_parts)]
+    return rows if sum(map(len, parts)) == len(rows) else torch.cat(parts)
 
 
 class NativeWeights:
@@ -104,8 +111,16 @@ class NativeWeights:
         is_sensitive: bool = False,
         num_exact: int = 0,
         input_scale: float = 1.0,
+        num_parts: int = 1,
     ) -> Matrix:
         """See `Packer`."""
+        parts = linear.let_go_parts() if num_parts > 1 else None
+        if parts is not None:
+            self.has_groups = True
+            bias = None if linear.bias is None else _arrange_each(arrange, num_parts, linear.bias.float())
+            return self._place(pack_parts(parts, arrange, bias))
+        if num_parts > 1:
+            arrange = partial(_arrange_each, arrange, num_parts)
         return self._matrix(
             linear,
             arrange,

@@ -1,0 +1,64 @@
+"""Matrices that are read part by part are packed as the same matrix in one piece is."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+
+import pytest
+import torch
+
+from chairlift.models.cpu.packing import LANES, PackedMatrix, pack_grouped
+from chairlift.models.cpu.parts import pack_parts
+from chairlift.models.grouped import GroupedParts, GroupedWeight, quantize, stack_rows
+from chairlift.models.layers import pad_rows
+
+
+def matrix(num_outputs: int, num_bits: int, seed: int) -> GroupedWeight:
+    return quantize(torch.randn(num_outputs, 64, generator=torch.Generator().manual_seed(seed)), num_bits)
+
+
+def with_steps(weight: GroupedWeight) -> GroupedWeight:
+    """The same values with scales of other sizes, two of which share a step."""
+    counts = weight.scales.abs().mul(7).to(torch.uint8)
+    steps = torch.full((weight.num_outputs, 1), 0.5, dtype=torch.float16)
+    return replace(weight, scales=counts, offsets=counts + 1, scale_steps=steps, offset_steps=-steps)
+
+
+def symmetric(weight: GroupedWeight) -> GroupedWeight:
+    """Whose value 8 stands for 0, so that offsets are not stored."""
+    return replace(weight, offsets=-8 * weight.scales)
+
+
+FOUR, EIGHT = ([matrix(20, num_bits, seed) for seed in range(3)] for num_bits in (4, 8))
+
+
+def parts_of(weights: Sequence[GroupedWeight]) -> GroupedParts:
+    return GroupedParts([partial(lambda each: each, weight) for weight in weights], 3 * 20 * 64)
+
+
+def assert_equal(one: PackedMatrix, other: PackedMatrix) -> None:
+    for field in fields(PackedMatrix):
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(first, torch.Tensor):
+            assert first.dtype == second.dtype, field.name
+            assert torch.equal(first, second), field.name
+        else:
+            assert first == second, field.name
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        EIGHT,
+        FOUR,
+        [with_steps(each) for each in FOUR],
+        [symmetric(each) for each in FOUR],
+        [symmetric(FOUR[0]), FOUR[1], FOUR[2]],
+        [FOUR[0], EIGHT[1], FOUR[2]],
+    ],
+    ids=["8 bits", "4 bits", "steps", "no offsets", "some offsets", "some of 8 bits"],
+)
+def test_parts_are_packed_as_the_whole_is(weights: list[GroupedWeight]) -> None:
+    pad, bias = partial(pad_rows, multiple=LANES), torch.randn(3 * 32)
+    whole = pack_grouped(stack_rows([each.map_rows(pad) for each in weights]), bias)
+    assert_equal(pack_parts(parts_of(weights), pad, bias), whole)

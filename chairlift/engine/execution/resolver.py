@@ -78,15 +78,14 @@ def resolve(
         _check_speculation(config, machine, backend.name)
     has_own_kernels = machine.has_own_kernels and config.tensor_parallel_size == 1
     is_native = backend.name is AttentionBackend.CPU
-    keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
     stored, has_experts = config.quantization or dtype, bool(model.num_experts)
+    keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
     kept = grouped if keeps_groups else None
     weight_bytes = weigh(num_parameters, stored, kept, has_experts=has_experts, is_native=is_native)
     if weight_bytes >= machine.free_bytes:
         formats = [] if grouped is not None else formats_for(is_native=is_native, has_own_kernels=has_own_kernels)
         advice = advise(num_parameters, config.quantization, formats, has_experts=has_experts)
-        form = "they are stored" if kept is not None else str(stored)
-        raise ConfigurationError(f"{describe_shortage(weight_bytes, form, machine.free_bytes)}; {advice}")
+        raise ConfigurationError(f"{describe_shortage(weight_bytes, kept or stored, machine.free_bytes)}; {advice}")
     decided = {
         "device": machine.device,
         "dtype": dtype,

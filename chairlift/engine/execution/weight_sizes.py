@@ -21,9 +21,10 @@ def weigh(
     return int(num_plain * bytes_per_weight) + kept.num_bytes
 
 
-def describe_shortage(num_bytes: int, format: str, free_bytes: int) -> str:
-    """Says that the weights do not fit in this format, and by how much."""
-    return f"the weights do not fit: they need {sized(num_bytes)} as {format}, and {sized(free_bytes)} are free"
+def describe_shortage(num_bytes: int, form: DType | Quantization | GroupedSize, free_bytes: int) -> str:
+    """Says that the weights do not fit, and by how much."""
+    name = "they are stored" if isinstance(form, GroupedSize) else form
+    return f"the weights do not fit: they need {sized(num_bytes)} as {name}, and {sized(free_bytes)} are free"
 
 
 def advise(

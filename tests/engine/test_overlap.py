@@ -128,11 +128,11 @@ def test_a_launch_has_as_many_steps_as_take_two_milliseconds(seconds_each: float
     assert steps_that_fit(seconds_each, 4) == num_steps
 
 
-_TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+_TO_HOST = {"tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
 
 
 class HostCopies(TorchFunctionMode):
-    """Notes each call that brings a tensor's values to the host."""
+    """Notes each call that would bring the values of a tensor on a GPU to the host; `numpy` refuses one there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,6 +54,8 @@ class Float8Products:
     def multiply(self, x: torch.Tensor, matrix: StoredMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ManyRows`."""
         assert matrix.scales is not None, "it suits"
+        if not len(x):  # a step of prompts that go on has no row whose logits anyone wants
+            return x.new_empty(0, matrix.num_outputs)
         rounded, scales = round_rows(x)
         product: torch.Tensor = torch._scaled_mm(
             rounded, matrix.values.t(), scale_a=scales, scale_b=matrix.scales.view(1, -1), bias=bias, out_dtype=x.dtype

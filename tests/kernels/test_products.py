@@ -135,6 +135,9 @@ def test_many_rows_are_rounded_to_float8_beside_bfloat16(checkpoint: Path) -> No
     install_products(kept, lambda _: 1.0)
     exact = logits(rounded(load(checkpoint, DType.BFLOAT16)), 66)
     assert 1e-3 < error(logits(kept, 66), exact) < 6e-2
+    assert kept.layers[0].get_submodule("mlp.down_proj")(
+        torch.empty(0, 96, dtype=torch.bfloat16, device=DEVICE)
+    ).shape == (0, 64)
 
 
 def test_a_row_is_rounded_by_itself() -> None:

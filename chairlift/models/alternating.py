@@ -25,7 +25,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAIN, _BLOCKS, _SCALES, _BIAS = "", "_blocks", "_scales", "_bias"
 _DIMENSIONS = {_PLAIN: 3, _BLOCKS: 4, _BIAS: 2}
 _BYTES_OF_A_GROUP = mxfp4.GROUP_SIZE // 2
-_FORMAT = GroupFormat(4, mxfp4.GROUP_SIZE, 4)
+_FORMAT = GroupFormat(4, mxfp4.GROUP_SIZE, 4, has_table=True)
 
 
 @dataclass(frozen=True, slots=True)

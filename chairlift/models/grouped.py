@@ -106,6 +106,10 @@ class GroupedWeight:
             else replace(self.without_steps(), num_bits=8, values=self._integers().to(torch.int8), table=None)
         )
 
+    def without_table(self) -> Self:
+        """The same numbers, with those of 8 bits in place of values that stand for them."""
+        return self if self.table is None else self.widened()
+
     def regrouped(self, group_size: int) -> Self:
         """The same numbers in smaller groups, of which the present ones are multiples."""
         num_times, plain = self.group_size // group_size, self.without_steps()

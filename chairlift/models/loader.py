@@ -78,7 +78,7 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
-                model.load_weight(name, _grouped_parts(reader, stored)().on(device).compacted())
+                model.load_weight(name, _grouped_parts(reader, stored)().without_table().on(device).compacted())
             elif keeps_groups and name in formats:
                 model.load_weight(name, _grouped_parts(reader, stored))
             elif reads_late and model.is_product(name):
@@ -268,7 +268,7 @@ def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is
         num_parameters += size
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
         # The widest of each, since they are stacked.
-        num_bytes += size * max(each.num_bits for each in stored) // 8
+        num_bytes += size * max(each.bits_in_memory(is_on_gpu=is_on_gpu) for each in stored) // 8
         num_bytes += count_scale_bytes(stored, size // stored[0].group_size, is_on_gpu=is_on_gpu)
     return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 

@@ -198,6 +198,7 @@ def _stored(linear: Linear, dtype: torch.dtype, *, reads_float8: bool) -> Stored
     grouped = linear.grouped
     if grouped is None:
         return StoredMatrix(16, linear.weight.detach()) if dtype.itemsize == 2 else None
+    grouped = grouped.without_table()
     has_row_scales = grouped.is_float and grouped.scales.shape[1] == 1
     if grouped.group_size not in GROUP_SIZES and not has_row_scales:
         grouped = grouped.regrouped(GROUP_SIZES[0])

@@ -29,6 +29,11 @@ class GroupFormat:
     has_offsets: bool = False
     scales_per_step: int = 0  # native code has scales as bytes, and so many share a step of 16 bits; 0: as numbers
     is_float: bool = False  # its values are float8 numbers, which native code does not multiply
+    has_table: bool = False  # its values stand for numbers of 8 bits, which a GPU has in their place
+
+    def bits_in_memory(self, *, is_on_gpu: bool) -> int:
+        """Counts the bits of a value where it is multiplied."""
+        return 8 if is_on_gpu and self.has_table else self.num_bits
 
     @property
     def num_scales(self) -> int:

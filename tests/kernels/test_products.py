@@ -61,6 +61,13 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
+def test_values_that_stand_for_numbers_become_these(tmp_path: Path) -> None:
+    path = write_model(make_checkpoint(tmp_path, seed=1, **SHAPE), tmp_path / "model.gguf", Kind.IQ4_NL)
+    kept, plain = (load(path, DType.FLOAT16, keeps_groups=each) for each in (True, False))
+    install_products(kept, lambda _: 1.0)
+    assert error(logits(kept, 3), logits(plain, 3)) < 5e-3
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 66])  # one row, few, and more than kernels take
 def test_groups_are_multiplied_as_the_numbers_that_they_are(quantized: Path, num_rows: int) -> None:
     kept, plain = (load(quantized, DType.FLOAT16, keeps_groups=each) for each in (True, False))

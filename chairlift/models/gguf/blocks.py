@@ -77,7 +77,14 @@ def format_of(kind: Kind) -> GroupFormat | None:
         return None
     blocks = _BLOCKS[kind]
     scales_per_step = kind.block.num_elements // GROUP_SIZE if blocks.has_steps else 0
-    return GroupFormat(blocks.num_bits, GROUP_SIZE, blocks.scale_dtype.itemsize, blocks.has_offsets, scales_per_step)
+    return GroupFormat(
+        blocks.num_bits,
+        GROUP_SIZE,
+        blocks.scale_dtype.itemsize,
+        blocks.has_offsets,
+        scales_per_step,
+        has_table=blocks.table is not None,
+    )
 
 
 def read_tensor(info: TensorInfo, unpacker: Unpacker | None = None) -> torch.Tensor | GroupedWeight:

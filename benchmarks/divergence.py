@@ -1,4 +1,5 @@
-"""How far a model in fewer bits is from itself in float32: `chairlift compare`, for several models and formats.
+"""Measures how far a model in fewer bits is from itself in float32: `chairlift compare`, for several models and
+formats.
 
     python benchmarks/divergence.py --models smollm2 bundled --max-windows 20
 

@@ -1,4 +1,4 @@
-"""What number formats and instruction sets make of a model: bits, perplexity, tokens per second, memory.
+"""Measures what number formats and instruction sets make of a model: bits, perplexity, tokens per second, memory.
 
     python benchmarks/formats.py --model smollm2 --levels avx512_vnni
     python benchmarks/formats.py --shape 1b --formats int8 int4
@@ -126,7 +126,7 @@ def _formats(arguments: argparse.Namespace, scratch: Path) -> dict[str, Format]:
 
 
 def _facts(each: Format, arguments: argparse.Namespace) -> dict[str, float | None]:
-    """What no clock is needed for."""
+    """Returns what no clock is needed for."""
     text = arguments.text.read_text(encoding="utf-8")
     perplexity = None if arguments.model is None else each.perplexity(text)
     return {"bits": each.bits_per_weight(), "perplexity": perplexity}

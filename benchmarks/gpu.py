@@ -125,7 +125,7 @@ def _run_checks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _run(command: list[str], limit: float, environment: dict[str, str] | None = None) -> str:
-    """What the command prints. `PartError` if it fails or takes longer than that, in seconds."""
+    """Returns what the command prints. `PartError` if it fails or takes longer than that, in seconds."""
     try:
         done = subprocess.run(
             command,
@@ -149,7 +149,7 @@ def _run(command: list[str], limit: float, environment: dict[str, str] | None = 
 
 
 def _text(output: bytes | str | None) -> str:
-    """Of a process that was stopped, whose output is bytes whatever was asked for."""
+    """Decodes the output of a process that was stopped, which is bytes whatever was asked for."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 

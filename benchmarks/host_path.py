@@ -1,4 +1,5 @@
-"""What the server makes of a device that only sleeps: how many tokens reach clients, and what a token costs the host.
+"""Measures what the server makes of a device that only sleeps: how many tokens reach clients, and what a token costs
+the host.
 
     python benchmarks/host_path.py --cases 64x6 256x8 1024x20
     python benchmarks/host_path.py --cases 256x8 --output-tokens 64 --prompt-tokens 512   # steps mixed with prompts
@@ -98,7 +99,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """What came since measuring began."""
+    """Holds what came since measuring began."""
 
     num_tokens: int = 0
     num_reads: int = 0
@@ -130,7 +131,7 @@ class Client:
                 raise TimeoutError(f"{waiting - len(self.arrivals.first)} streams had no token in time")
 
     def run(self, seconds: float) -> _Arrivals:
-        """What comes in so much time."""
+        """Returns what comes in so much time."""
         self.arrivals = arrivals = _Arrivals()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:

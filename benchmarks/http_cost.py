@@ -1,4 +1,5 @@
-"""What HTTP costs: the same requests to a server, which streams, and to `LLM.generate` in this process, in turns.
+"""Measures what HTTP costs: the same requests to a server, which streams, and to `LLM.generate` in this process, in
+turns.
 
     python benchmarks/http_cost.py --model DIRECTORY --requests 1 32
 

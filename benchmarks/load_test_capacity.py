@@ -1,4 +1,4 @@
-"""How many streamed tokens a second one process of the load test can take, with a server that costs nothing.
+"""Measures how many streamed tokens a second one process of the load test can take, with a server that costs nothing.
 
     python benchmarks/load_test_capacity.py --rates 10000 20000 40000
 

@@ -1,4 +1,5 @@
-"""How long a model takes to load, each time in a new process, in turns with other checkouts of this repository.
+"""Measures how long a model takes to load, each time in a new process, in turns with other checkouts of this
+repository.
 
     python benchmarks/loading.py model.gguf other.gguf --tree before=../earlier-checkout --rounds 3
 

@@ -1,4 +1,4 @@
-"""What all benchmarks have: flags, a table, what they ran on, and a last line of JSON."""
+"""Says what all benchmarks have: flags, a table, what they ran on, and a last line of JSON."""
 
 import argparse
 import json

@@ -25,7 +25,7 @@ _PROMPT_END_TOKENS = 1  # the mark with which the assistant's turn begins
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How users arrive: all at once, or (with `rate`) so many a second as a Poisson process."""
+    """Says how users arrive: all at once, or (with `rate`) so many a second as a Poisson process."""
 
     rate: float | None = None
 
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """What the users of a round send. Lengths are in tokens, `think_time` is in seconds."""
+    """Holds what the users of a round send. Lengths are in tokens, `think_time` is in seconds."""
 
     num_users: int
     num_turns: int
@@ -85,7 +85,7 @@ class Visits:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the users of one round saw. `ttft_ms` has the times to first tokens of each turn, in milliseconds.
+    """Holds what the users of one round saw. `ttft_ms` has the times to first tokens of each turn, in milliseconds.
 
     `cached_tokens`: of the prompts' tokens, as the server says; some leave it out where it is 0. `lag_p99_ms`: how late
     the client itself was. `failure`: the first of `num_failed`.
@@ -142,7 +142,7 @@ class Trial:
         return statistics.median(quantiles) if quantiles else None
 
     def ratio(self, name: str, turn: int | None = None) -> float | None:
-        """How many times as late as ours this server's median comes: the median of the rounds' ratios."""
+        """Returns how many times as late as ours this server's median comes: the median of the rounds' ratios."""
         ours, theirs = self._quantiles(OURS, 50, turn), self._quantiles(name, 50, turn)
         if not ours or not theirs:
             return None

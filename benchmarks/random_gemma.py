@@ -80,7 +80,7 @@ def write(shape: Shape, folder: Path, num_layers: int, kind: Kind) -> None:
 
 
 def _num_owners(shape: Shape, num_layers: int) -> int:
-    """Of the layers that there are, in whole periods, the same share as of all."""
+    """Returns the same share of the layers that there are as of all, in whole periods."""
     if shape.num_owners is None:
         return num_layers
     return max(1, round(num_layers * shape.num_owners / shape.num_layers / shape.period)) * shape.period

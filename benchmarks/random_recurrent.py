@@ -126,7 +126,7 @@ def _described(shape: Shape, vocab: int, tensors: list[Tensor]) -> dict[str, Any
 
 
 def _rates(tensors: list[Tensor]) -> dict[str, Blocks]:
-    """How fast states fade, which may not be by chance: a state that grows would end in infinity."""
+    """Returns how fast states fade, which may not be by chance: a state that grows would end in infinity."""
     rates: dict[str, Blocks] = {}
     for name, dims, _ in tensors:
         if name.endswith(".ssm_a"):

@@ -1,4 +1,4 @@
-"""What rounding to fewer bits costs a model, beside llama.cpp's formats of the same numbers.
+"""Measures what rounding to fewer bits costs a model, beside llama.cpp's formats of the same numbers.
 
     python benchmarks/rounding.py --models gemma-3-270m.gguf smollm2 --quantize llama.cpp/bin/llama-quantize
 

@@ -1,4 +1,5 @@
-"""What the scheduler itself costs, in microseconds of one core: per step, per verb, per waiting request, per match.
+"""Measures what the scheduler itself costs, in microseconds of one core: per step, per verb, per waiting request, per
+match.
 
     python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler-cost-2-cores.json
 
@@ -194,7 +195,7 @@ def measure_journal(arguments: argparse.Namespace) -> dict[str, Figures]:
 
 
 def measure_prefixes(arguments: argparse.Namespace) -> dict[str, Figures]:
-    """What is wanted shares from nothing to all but its last token with the slots."""
+    """Measures prompts that share from nothing to all but its last token with the slots."""
     num_slots, num_tokens = arguments.prefix_slots, arguments.prefix_tokens
     wanted, ids = text(0, num_tokens), range(1, num_slots + 1)
     cases = {

@@ -160,7 +160,7 @@ def _visits(arguments: argparse.Namespace) -> Visits:
 
 
 def _settings(arguments: argparse.Namespace, scratch: Path) -> Settings:
-    """What every server is to be ready for: all users at the same time, nothing shared between them."""
+    """Returns what every server is to be ready for: all users at the same time, nothing shared between them."""
     visits = _visits(arguments)
     weights = arguments.model or make_checkpoint(arguments.shape, scratch / "weights", arguments.dtype)
     model = make_servable(weights.absolute(), scratch / "model", visits.max_tokens)

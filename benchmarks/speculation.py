@@ -1,4 +1,4 @@
-"""What speculation gains: the same requests with and without it, in turns, by one engine.
+"""Measures what speculation gains: the same requests with and without it, in turns, by one engine.
 
     python benchmarks/speculation.py --rows 1 2 4 8 16 32
     python benchmarks/speculation.py --shape 1b --rows 1 2 4 8 16 32 --kinds prediction free --format int8
@@ -113,7 +113,7 @@ def _make_model(shape: str, directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one way of serving the prompts took, and made."""
+    """Holds what one way of serving the prompts took, and made."""
 
     seconds: float
     answers: list[tuple[list[int], str]]  # tokens and text of each

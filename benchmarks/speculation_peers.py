@@ -1,4 +1,5 @@
-"""What guessing from the text gains each engine: the prompts of benchmarks/speculation.py, with and without, in turns.
+"""Measures what guessing from the text gains each engine: the prompts of benchmarks/speculation.py, with and without,
+in turns.
 
     python benchmarks/speculation_peers.py --model smollm2 --rows 1 8 \\
         --peer llama.cpp=llama.cpp/bin/llama-server,gguf=SmolLM2-135M-Instruct.Q4_1.gguf \\
@@ -55,7 +56,7 @@ class Pair:
         ]
 
     def measure(self, prompts: list[list[int]], num_tokens: int, num_rounds: int) -> dict[str, Any]:
-        """How many times as fast guesses make it, and the seconds; or why it failed."""
+        """Returns how many times as fast guesses make it, and the seconds; or why it failed."""
         try:
             rounds = [[each.generate(prompts, num_tokens) for each in self.entrants] for _ in range(num_rounds + 1)]
         except WorkerError as error:

@@ -1,4 +1,5 @@
-"""What structured output costs: a batch of free rows, the same batch with half of its rows under a JSON schema.
+"""Measures what structured output costs: a batch of free rows, the same batch with half of its rows under a JSON
+schema.
 
     python benchmarks/structured_output.py --rows 16
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 
 class Person(BaseModel):
-    """What the answer must look like: the server lets the model write nothing else."""
+    """Holds what the answer must look like: the server lets the model write nothing else."""
 
     name: str = Field(max_length=30)
     age: int = Field(ge=0, le=150)

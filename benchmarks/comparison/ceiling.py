@@ -61,7 +61,7 @@ DEFAULT_WORKLOADS = ["1x128+128", "8x128+128", "32x128+128", "1x1024+1", "32x102
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does, as measured."""
+    """Holds what the machine does, as measured."""
 
     bytes_per_second: float  # reading memory
     flops_per_second: float  # products of matrices, in the number format of the weights
@@ -88,7 +88,7 @@ class Experts:
     num_dense_layers: int
 
     def touched(self, num_tokens: int) -> float:
-        """How many experts of a layer the tokens choose together."""
+        """Returns how many experts of a layer the tokens choose together."""
         return self.count * (1 - (1 - self.num_chosen / self.count) ** num_tokens)
 
 
@@ -154,7 +154,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
 
     def read_bytes(self, num_tokens: int) -> int:
-        """What a pass of so many tokens reads of the weights."""
+        """Returns what a pass of so many tokens reads of the weights."""
         touched = 0 if self.experts is None else self.experts.touched(num_tokens)
         return round(self.weight_bytes * (self._layer_weights(touched) + self.num_head_weights))
 

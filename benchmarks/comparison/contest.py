@@ -67,7 +67,9 @@ class Trial:
         return statistics.median(rates) if rates and self.scores[name].failure is None else None
 
     def ratio(self, name: str) -> float | None:
-        """How many times as fast as this one we are: the median of the rounds' ratios. None if either failed."""
+        """Returns how many times as fast as this one we are: the median of the rounds' ratios. None if either
+        failed.
+        """
         if self.median(name) is None or self.median(OURS) is None:
             return None
         pairs = zip(self.round_rates(OURS), self.round_rates(name), strict=True)
@@ -87,7 +89,7 @@ class Trial:
         return most_tokens_per_second(shape, self.workload, rates)
 
     def share(self, shape: ModelShape) -> float | None:
-        """What we reach of the ceiling at the median rates."""
+        """Returns what we reach of the ceiling at the median rates."""
         ours, ceiling = self.median(OURS), self.ceiling(shape)
         return None if ours is None or ceiling is None else ours / ceiling
 
@@ -153,7 +155,7 @@ def _cell(value: float | None, decimals: int, missing: str = "failed") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a worker may take, in seconds."""
+    """Says how long a worker may take, in seconds."""
 
     start_up: float
     answer: float

@@ -1,1 +1,3 @@
-"""What benchmarks/gpu.py measures: each part in a process of its own, so that one that fails takes no other with it."""
+"""Says what benchmarks/gpu.py measures: each part in a process of its own, so that one that fails takes no other with
+it.
+"""

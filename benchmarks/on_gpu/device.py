@@ -1,4 +1,4 @@
-"""What a device does: how fast it reads memory and multiplies matrices, and for how long it has nothing to do."""
+"""Says what a device does: how fast it reads memory and multiplies matrices, and for how long it has nothing to do."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -60,7 +60,7 @@ class Idle:
 
 
 def profile_idle(run: Callable[[], None], device: torch.device) -> Idle:
-    """How idle the device is while `run` runs, which must wait for the device at its end."""
+    """Returns how idle the device is while `run` runs, which must wait for the device at its end."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         run()

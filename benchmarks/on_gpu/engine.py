@@ -134,7 +134,7 @@ class Engine:
         )
 
     def idle(self, decode: Decode, num_launches: int, num_steps: int) -> Idle:
-        """How much of the time the device has nothing to do, over that many launches of decode steps."""
+        """Returns how much of the time the device has nothing to do, over that many launches of decode steps."""
         num_tokens = self._num_warm(decode) + (num_launches + 2) * num_steps
         self._add(decode.lengths, num_tokens, decode.sampling)
         progress = self._progress(decode.num_rows)
@@ -159,7 +159,7 @@ class Engine:
         return time.perf_counter() - start
 
     def first_token(self, num_prompt_tokens: int, beside: Decode | None = None) -> FirstToken:
-        """Of a prompt that arrives at an engine that is idle, or while `beside`'s rows decode."""
+        """Measures a prompt that arrives at an engine that is idle, or while `beside`'s rows decode."""
         if beside is not None:
             self._add(beside.lengths, self._num_warm(beside) + TOKENS_BESIDE, beside.sampling)
             next(mark for mark in self._progress(beside.num_rows) if mark.fewest >= _NUM_WARM)
@@ -213,7 +213,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """How far the rows have come at that time: generated tokens of the row with the fewest, and with the most."""
+    """Says how far the rows have come at that time: generated tokens of the row with the fewest, and with the most."""
 
     seconds: float
     fewest: int

@@ -37,7 +37,7 @@ def write_grouped(fields: Mapping[str, Any], num_positions: int, dtype: str, dir
 
 
 def _parts(sizes: Mapping[str, Any], group_size: int, device: str) -> Iterator[Tensors]:
-    """What is around the layers, then some layers at a time."""
+    """Yields what is around the layers, then some layers at a time."""
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     outer = {name: _matrix(vocab, hidden, device) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     yield outer | {"model.norm.weight": torch.ones(hidden)}

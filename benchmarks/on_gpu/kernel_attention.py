@@ -47,7 +47,7 @@ class Decoding:
         return self.blocks[:, 0, layer], self.blocks[:, 1, layer]
 
     def wanted(self) -> torch.Tensor:
-        """What the first layer's attention is for some rows: float32 `[rows, Hq, D]`."""
+        """Returns what the first layer's attention is for some rows: float32 `[rows, Hq, D]`."""
         keys, values = self.keys_and_values(0)
         group = self.sizes.num_heads // self.sizes.num_kv_heads
         rows = []

@@ -19,7 +19,7 @@ Work = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one kernel. `num_bytes`: that it must move at least; `failure`: why there is no figure."""
+    """Holds what came of one kernel. `num_bytes`: that it must move at least; `failure`: why there is no figure."""
 
     case: str
     kernel: str
@@ -59,7 +59,7 @@ class Bench:
         self.findings.append(finding)
 
     def _microseconds(self, work: Work) -> float:
-        """Of one call: the median of replays of a graph of some. On a CPU, what the interpreter takes."""
+        """Measures one call: the median of replays of a graph of some. On a CPU, what the interpreter takes."""
         if self.device.type != "cuda":
             start = perf_counter()
             work(0)

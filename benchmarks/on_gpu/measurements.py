@@ -49,7 +49,9 @@ def large(setup: Setup) -> list[Measurement]:
 
 
 def quick(setup: Setup) -> list[Measurement]:
-    """What matters most of the large shape, with one engine: decoding, also sampled and uneven rows; first tokens."""
+    """Returns what matters most of the large shape, with one engine: decoding, also sampled and uneven rows; first
+    tokens.
+    """
     scale = setup.scale
     decodes = (*scale.large_decodes, *scale.quick_decodes, *scale.uneven_decodes)
     beside = Workload(scale.busy.num_rows, scale.busy.context, TOKENS_BESIDE + _ROOM)
@@ -168,7 +170,7 @@ def _decodes_and_first_token(setup: Setup, shape: str, decodes: tuple[Decode, ..
 
 
 def _first_tokens(setup: Setup, engine: Engine, shape: str) -> list[Measurement]:
-    """Of all lengths, at an idle engine and beside the rows of `busy`."""
+    """Measures first tokens of all lengths, at an idle engine and beside the rows of `busy`."""
     return [
         _first_token(engine, shape, num_tokens, beside)
         for beside in (None, setup.scale.busy)

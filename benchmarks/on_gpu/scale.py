@@ -1,4 +1,4 @@
-"""How large the measurements are: as a GPU is used, or so small that a CPU runs them in a test."""
+"""Says how large the measurements are: as a GPU is used, or so small that a CPU runs them in a test."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What every part is told, and the engines that it makes of that."""
+"""Holds what every part is told, and the engines that it makes of that."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ MANY_STEPS = 8  # a launch
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every part is told."""
+    """Holds what every part is told."""
 
     scale_name: str
     device: str

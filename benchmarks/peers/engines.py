@@ -1,4 +1,4 @@
-"""Who takes part: what `--peer` names, and how its worker is started."""
+"""Says who takes part: what `--peer` names, and how its worker is started."""
 
 import os
 import shutil

@@ -37,7 +37,7 @@ def wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> None:
 
 
 def version_of(port: int) -> str:
-    """What the server on that port of 127.0.0.1 answers to GET /version."""
+    """Returns what the server on that port of 127.0.0.1 answers to GET /version."""
     _, body = _get(port, "/version")
     return str(json.loads(body)["version"])
 

@@ -22,7 +22,7 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LlamaServer:
-    """How the server is started."""
+    """Says how the server is started."""
 
     binary: str
     gguf: Path

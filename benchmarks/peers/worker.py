@@ -112,7 +112,7 @@ class Worker:
         return pipe_out.readline()
 
     def _end(self) -> str:
-        """How the process ended, its pipes being closed."""
+        """Returns how the process ended, its pipes being closed."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

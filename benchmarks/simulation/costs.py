@@ -1,4 +1,4 @@
-"""How long a step takes: a formula in the place of a model.
+"""Computes how long a step takes: a formula in the place of a model.
 
 Two forms. `LinearCost` is fitted to measured steps: a fixed part (weights are read once), and so much for each token of
 a prompt, each row that decodes, each token of context that such a row looks at, and each token copied between slots.
@@ -14,7 +14,7 @@ _TRAFFIC_OF_COPY = 2  # a byte copied is read and written
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What decides how long a step takes; all are numbers of tokens, but for `num_decode_rows`."""
+    """Holds what decides how long a step takes; all are numbers of tokens, but for `num_decode_rows`."""
 
     num_prompt_tokens: int
     num_decode_rows: int
@@ -33,7 +33,7 @@ class LinearCost:
     copied_token: float
 
     def seconds(self, shape: StepShape) -> float:
-        """How long this step takes."""
+        """Returns how long this step takes."""
         return (
             self.step
             + self.prompt_token * shape.num_prompt_tokens
@@ -55,7 +55,7 @@ class RooflineCost:
     rate: float  # floating point operations a second
 
     def seconds(self, shape: StepShape) -> float:
-        """How long this step takes."""
+        """Returns how long this step takes."""
         num_tokens = shape.num_prompt_tokens + shape.num_decode_rows
         num_read = self.num_parameters * self.parameter_bytes + self.bytes_per_token * shape.num_context_tokens
         computing = _FLOPS_PER_PARAMETER * self.num_parameters * num_tokens / self.rate

@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """How some of the requests were served. Times in seconds; TTFT and slowdown of those that finished."""
+    """Says how some of the requests were served. Times in seconds; TTFT and slowdown of those that finished."""
 
     num_requests: int
     queueing: Spread | None
@@ -48,7 +48,9 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one setting came to. Latencies are of requests that finished, queueing times of all that got a slot."""
+    """Holds what one setting came to. Latencies are of requests that finished, queueing times of all that got a
+    slot.
+    """
 
     setting: str
     num_requests: int

@@ -56,7 +56,7 @@ def route_by_tenant() -> Router:
 
 
 def route_by_prefix() -> Router:
-    """Where most of the prompt's beginning is warm, within a slack."""
+    """Returns where most of the prompt's beginning is warm, within a slack."""
     router = PrefixRouter[int]()
 
     def choose(request: SimulatedRequest, loads: Loads) -> int:
@@ -87,7 +87,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """What one router came to. Times in seconds."""
+    """Holds what one router came to. Times in seconds."""
 
     router: str
     num_replicas: int

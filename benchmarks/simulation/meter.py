@@ -1,4 +1,4 @@
-"""What is measured and watched while a simulation goes on: use of slots, shares of tenants, breaches.
+"""Holds what is measured and watched while a simulation goes on: use of slots, shares of tenants, breaches.
 
 In a window of time every tenant has a demand: the tokens that its requests still need, and those of requests that come
 meanwhile. The fair share of what the machine computed is max-min fair: nobody gets more than the demand, and what one
@@ -123,7 +123,7 @@ class Shares:
 
 @dataclass(slots=True)
 class Use:
-    """How the machine was used; times in seconds of the simulation."""
+    """Says how the machine was used; times in seconds of the simulation."""
 
     busy: float = 0.0  # the steps' times added up
     backlogged: float = 0.0  # those of steps at which somebody waited for a slot
@@ -198,7 +198,7 @@ class Breach(AssertionError):
 
 
 class Watch:
-    """What must hold at every step of one simulation, whatever the workload. A breach is a bug of the scheduler.
+    """Holds what must hold at every step of one simulation, whatever the workload. A breach is a bug of the scheduler.
 
     Every step: every row has a slot; the budget is kept; decode rows come first, are all there, and take one token
     each; only claimed slots, each once, are written to (the ledger refuses anything else); nothing is heard of a

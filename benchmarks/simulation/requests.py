@@ -16,7 +16,7 @@ from simulation.workload import Conversation, Turn, text
 
 
 class Fate(IntEnum):
-    """How a request ended."""
+    """Says how a request ended."""
 
     FINISHED = 0  # an end token, or its length
     LEFT = 1  # its client went away
@@ -128,7 +128,7 @@ class SimulatedRequest:
         return self.conversation.turns[self.index]
 
     def say(self, num_steps: int) -> RowResult:
-        """What the model says next: the same token again and again, and the end token when it is done."""
+        """Returns what the model says next: the same token again and again, and the end token when it is done."""
         self.num_left -= num_steps
         if self.num_left > 0:
             return self.result if num_steps == 1 else RowResult(self.result.token_ids * num_steps)
@@ -137,7 +137,7 @@ class SimulatedRequest:
         return RowResult([*said, END_TOKEN, *[END_TOKEN] * num_surplus])
 
     def fate(self, event: TokenEvent) -> Fate:
-        """How it ended, by the event that says so."""
+        """Returns how it ended, by the event that says so."""
         if event.finish_reason is not FinishReason.ABORT:
             return Fate.FINISHED
         if self.has_left:
@@ -145,7 +145,7 @@ class SimulatedRequest:
         return Fate.EXPIRED if event.rejection is not None else Fate.TIMED_OUT
 
     def ending(self, fate: Fate, tenant: int, cost: CostModel, now: float) -> Ending:
-        """What is kept of it; `tenant` is its tenant's number."""
+        """Returns what is kept of it; `tenant` is its tenant's number."""
         request = self.state
         return Ending(
             fate=fate,

@@ -35,7 +35,7 @@ class Clock:
 
 
 class Agenda:
-    """What will happen: conversations of the workload as they are due, and what was planned meanwhile."""
+    """Holds what will happen: conversations of the workload as they are due, and what was planned meanwhile."""
 
     def __init__(
         self, workload: Workload, clock: Clock, begin: Callable[[Conversation], None], *, is_on_demand: bool
@@ -51,7 +51,7 @@ class Agenda:
 
     @property
     def next_time(self) -> float:
-        """When something happens next; infinity if nothing does any more."""
+        """Returns when something happens next; infinity if nothing does any more."""
         return min(self._next_arrival, self._entries[0][0] if self._entries else inf)
 
     def plan(self, time: float, act: Callable[[], None]) -> None:
@@ -102,7 +102,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is compared: a policy, and which of a request's properties it is told of."""
+    """Holds what is compared: a policy, and which of a request's properties it is told of."""
 
     name: str
     policy: Policy
@@ -110,7 +110,7 @@ class Setting:
     knows_priorities: bool = True
 
     def options(self, conversation: Conversation, turn: Turn) -> RequestOptions:
-        """How a request of that conversation is served."""
+        """Returns how a request of that conversation is served."""
         tenant = conversation.tenant if self.knows_tenants else ""
         return _options(tenant, conversation.priority if self.knows_priorities else 0, turn.timeout)
 
@@ -125,7 +125,7 @@ PREEMPT_AFTER = 32
 
 
 def settings() -> dict[str, Setting]:
-    """What is compared, each one step further than the one before."""
+    """Returns what is compared, each one step further than the one before."""
     policy = Policy()
     compared = (
         Setting("first-come", Policy(enable_prefix_caching=False), knows_tenants=False, knows_priorities=False),
@@ -139,7 +139,7 @@ def settings() -> dict[str, Setting]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a simulation leaves behind. `duration` is in seconds of the simulation."""
+    """Holds what a simulation leaves behind. `duration` is in seconds of the simulation."""
 
     meter: Meter
     num_slots: int
@@ -222,7 +222,7 @@ class Simulation:
         self._note_admissions()
 
     def _note_admissions(self) -> None:
-        """Who has a slot for the first time."""
+        """Notes who has a slot for the first time."""
         seated = set(self._scheduler.running)
         new = [self._requests[request.request_id] for request in seated - self._seated]
         admitted = [simulated for simulated in new if not simulated.is_admitted]

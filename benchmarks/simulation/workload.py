@@ -1,4 +1,5 @@
-"""What is put on the simulated engine: conversations, each of one or more turns; drawn at random, or read from a file.
+"""Says what is put on the simulated engine: conversations, each of one or more turns; drawn at random, or read from a
+file.
 
 Token ids stand for text, and only whether two prompts begin alike matters: a text that nobody shares counts up from a
 number of its own, and a shared beginning from a number of its family's. Random workloads are drawn in blocks, so that a
@@ -146,7 +147,7 @@ class Synthetic:
 
     @classmethod
     def of_flags(cls, arguments: argparse.Namespace, requests: int) -> "Synthetic":
-        """What the command line asks for."""
+        """Returns what the command line asks for."""
         given = {each.name: getattr(arguments, each.name) for each in fields(cls)}
         return cls(**given | {"requests": requests, "priorities": tuple(given["priorities"])})
 

@@ -1,4 +1,4 @@
-"""Which warm slots are most worth keeping beyond the life of the engine: those of most tokens times uses."""
+"""Says which warm slots are most worth keeping beyond the life of the engine: those of most tokens times uses."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ _WHOLE_RATIOS = 10
 
 
 def value(record: Any, path: str) -> Any:
-    """What is at `a/b/0` in nested dictionaries and lists; None if a key is missing or null comes before it."""
+    """Returns what is at `a/b/0` in nested dictionaries and lists; None if a key is missing or null comes before it."""
     for key in path.split("/"):
         if record is None:
             break

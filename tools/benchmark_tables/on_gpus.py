@@ -90,7 +90,7 @@ def _decode_case(record: Any) -> str:
 
 
 def _loads(data: Any) -> Sequence[Any]:
-    """Of one round: output tokens a second of both engines by load."""
+    """Returns the output tokens a second of both engines by load, of one round."""
     ours, theirs = (data["figures"][name]["tokens_per_s"] for name in ("chairlift", "nano-vllm"))
     return [
         {"workload": load, "chairlift": rates[0], "nano-vllm": theirs[load][0], "times": rates[0] / theirs[load][0]}

@@ -1,4 +1,4 @@
-"""What a table has a row for: a benchmark's JSON as a list of records."""
+"""Says what a table has a row for: a benchmark's JSON as a list of records."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -125,7 +125,7 @@ def streams(data: Any) -> Sequence[Any]:
 
 
 def waiting(data: Any) -> Sequence[Any]:
-    """What a step costs the scheduler, for each kind of queue and length of it."""
+    """Returns what a step costs the scheduler, for each kind of queue and length of it."""
     found: dict[str, Any] = {}
     for name, cost in data["microseconds"]["waiting"].items():
         length, kind = name.split(" waiting, ")

@@ -1,4 +1,6 @@
-"""Where a table's figures come from: a JSON file, and the line below the table that says what was measured where."""
+"""Says where a table's figures come from: a JSON file, and the line below the table that says what was measured
+where.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the documents say of the road: the files that ARCHITECTURE.md names, and sentences with its length."""
+"""Reads what the documents say of the road: the files that ARCHITECTURE.md names, and sentences with its length."""
 
 import re
 from collections.abc import Iterable

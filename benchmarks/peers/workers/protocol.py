@@ -1,4 +1,4 @@
-"""What every worker does: read JSON lines on standard input, answer them on standard output.
+"""Says what every worker does: read JSON lines on standard input, answer them on standard output.
 
 The driver first sends the fields of `Settings`, with a prompt for the first token; the worker loads its engine,
 generates that token and answers with the monotonic times of its start-up (on Linux, a clock that processes share). Then
@@ -24,7 +24,7 @@ Generate = Callable[[list[list[int]], int], list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What an engine is to be ready for. `options` are the engine's own, from the command line."""
+    """Holds what an engine is to be ready for. `options` are the engine's own, from the command line."""
 
     model: str  # checkpoint directory
     dtype: str

@@ -1,4 +1,4 @@
-"""Who may use the server: clients with an API key, and web pages that a browser or the server itself admits.
+"""Says who may use the server: clients with an API key, and web pages that a browser or the server itself admits.
 
 A server that asks for no key and listens only on this machine trusts all local programs. But any web page in a local
 browser can send requests, too. Their headers name the page, and if the page's own name was made to resolve to this

@@ -31,7 +31,7 @@ def template_call(call_id: str, name: str, written: object) -> dict[str, Any]:
 
 
 def role_of(message: Any) -> Any:
-    """Who said it; `message`: as it was parsed from JSON, or a model."""
+    """Returns who said it; `message`: as it was parsed from JSON, or a model."""
     return message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
 
 

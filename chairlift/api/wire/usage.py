@@ -23,7 +23,7 @@ class CompletionTokensDetails(BaseModel):
 
 
 class PromptUsage(BaseModel):
-    """Where nothing is generated: the tokens of all prompts."""
+    """Counts the tokens of all prompts, where nothing is generated."""
 
     prompt_tokens: int
     total_tokens: int

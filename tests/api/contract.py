@@ -1,4 +1,4 @@
-"""What the contract tests share: servers with settings of their own, and the strictest reading of what they say.
+"""Holds what the contract tests share: servers with settings of their own, and the strictest reading of what they say.
 
 The judge of shapes is the official client's own pydantic models, in strict mode and without unknown fields; that of
 log-probabilities the bundled checkpoint through transformers, in float32, without a cache.
@@ -81,7 +81,7 @@ async def warning_of(server: Server, path: str, body: dict[str, Any]) -> str | N
 
 
 async def text_of(server: Server, body: dict[str, Any]) -> str:
-    """What a completion says, in its first choice."""
+    """Returns what a completion says, in its first choice."""
     text: str = (await post(server, COMPLETIONS, body))["choices"][0]["text"]
     return text
 
@@ -240,7 +240,9 @@ class Events:
 
 
 def without_identity(response: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to the same request have in common; the second may have reused the first one's prompt."""
+    """Returns what two answers to the same request have in common; the second may have reused the first one's
+    prompt.
+    """
     items = [{**item, "id": None, "call_id": None} for item in response["output"]]
     usage = {**response["usage"], "input_tokens_details": None}
     return {**response, "id": None, "created_at": None, "completed_at": None, "output": items, "usage": usage}

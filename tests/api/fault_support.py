@@ -95,13 +95,13 @@ ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].key.params.seed =
 
 
 def forward_of(llm: AsyncLLM) -> Any:
-    """What runs the model; `hidden` is called once per step of a launch."""
+    """Returns what runs the model; `hidden` is called once per step of a launch."""
     return core_of(llm).executor.forward
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch computes: requests, their tokens in its first step, and those that they had before."""
+    """Holds what one launch computes: requests, their tokens in its first step, and those that they had before."""
 
     rows: dict[str, int]
     starts: dict[str, int]
@@ -196,7 +196,7 @@ class RawClient:
         return pieces
 
     async def seconds_until_closed(self) -> float:
-        """How long the server keeps the silent connection open; it must not send anything."""
+        """Returns how long the server keeps the silent connection open; it must not send anything."""
         start = time.monotonic()
         with suppress(ConnectionResetError):  # the answer to what was sent after the server had closed
             assert await self._reader.read(1) == b""

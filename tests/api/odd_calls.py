@@ -1,4 +1,4 @@
-"""What the tests of odd characters in calls share."""
+"""Holds what the tests of odd characters in calls share."""
 
 import json
 from collections.abc import Callable, Iterable

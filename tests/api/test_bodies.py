@@ -85,7 +85,7 @@ def test_of_a_bomb_no_more_is_unpacked_than_is_allowed() -> None:
 
 
 def cost(value: Any) -> int:
-    """What stands outside of strings: 4 for a list or an object, 8 for a name, 1 for a comma."""
+    """Returns what stands outside of strings: 4 for a list or an object, 8 for a name, 1 for a comma."""
     if isinstance(value, dict):
         return 4 + sum(8 + cost(each) for each in value.values()) + max(0, len(value) - 1)
     if isinstance(value, list):

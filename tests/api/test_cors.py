@@ -148,7 +148,7 @@ REFUSED = [403] * 7
 
 
 async def test_strangers_are_turned_away_by_host_and_by_origin_and_told_the_flag(visit: Visit) -> None:
-    """Which names and pages are strangers': tests/attacks."""
+    """Leaves to tests/attacks which names and pages are strangers'."""
     private = await visit(is_strict=True)
     own = "localhost:8000"
     assert await statuses(private, Host=own) == SERVED

@@ -1,4 +1,4 @@
-"""What clients see when the engine hangs or dies, and when one request cannot be computed."""
+"""Tests what clients see when the engine hangs or dies, and when one request cannot be computed."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What becomes of a max_tokens that does not fit beside the prompt, as the server is set."""
+"""Tests what becomes of a max_tokens that does not fit beside the prompt, as the server is set."""
 
 from collections.abc import AsyncIterator
 from typing import Any

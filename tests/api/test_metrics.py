@@ -51,12 +51,12 @@ class Scrape:
         return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
 
     def outcomes(self) -> dict[str, float]:
-        """Of requests, those that there were."""
+        """Returns the outcomes of requests that there were."""
         return {name: value for name, value in self.values("chairlift_requests_total", "outcome").items() if value}
 
 
 async def scrape(server: Server) -> Scrape:
-    """What a Prometheus server would get now."""
+    """Returns what a Prometheus server would get now."""
     async with aiohttp.ClientSession() as http, http.get(server.url + PATH) as response:
         assert response.status == 200
         text = await response.text()

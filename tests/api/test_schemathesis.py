@@ -102,7 +102,7 @@ def session() -> Iterator[requests.Session]:
 
 @pytest.fixture(scope="module")
 def statuses() -> Iterator[dict[str, set[int]]]:
-    """What each operation answered. At the end each must have answered something good as well."""
+    """Yields what each operation answered. At the end each must have answered something good as well."""
     seen: dict[str, set[int]] = defaultdict(set)
     yield seen
     assert {label for label, found in seen.items() if 200 not in found} <= OF_WHAT_IS_MADE_UP

@@ -161,7 +161,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(shared_server: SharedServer) -> str:
-    """What the staying one is told if nobody else is there."""
+    """Returns what the staying one is told if nobody else is there."""
     async with shared_server.lent() as server:
         return await text_of(server, STAYING)
 
@@ -218,7 +218,7 @@ def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> Non
 
 
 def phases_of(launches: Launches) -> set[str]:
-    """Where the leaving request is in the newest launch."""
+    """Returns where the leaving request is in the newest launch."""
     found = set()
     for request in launches.latest.requests:
         if request.max_tokens == LEAVING_TOKENS:

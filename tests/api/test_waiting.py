@@ -175,7 +175,7 @@ class Held:
         self.end_time()
 
     async def let_run_out_of_time(self, asking: Any) -> Any:
-        """What comes of a request if its time is up after some tokens."""
+        """Returns what comes of a request if its time is up after some tokens."""
         task = asyncio.ensure_future(asking)
         for _ in range(NUM_TOKENS):
             await self.gate.entered()

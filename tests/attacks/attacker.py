@@ -1,4 +1,4 @@
-"""What attackers send, made before the clock starts, and sending it over plain sockets."""
+"""Makes what attackers send before the clock starts, and sends it over plain sockets."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ def post(path: str, fields: Any, label: str = "", **options: Any) -> Shot:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, and from when to when it took. Times are `time.monotonic`'s."""
+    """Holds what came back, and from when to when it took. Times are `time.monotonic`'s."""
 
     shot: Shot
     status: int
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def complaint(self) -> str | None:
-        """What is wrong with it as an answer to an attack; None if nothing is."""
+        """Returns what is wrong with it as an answer to an attack; None if nothing is."""
         if not self.shot.is_fine(self.status):
             outcome = {HUNG: "no answer in time", GONE: "the connection ended without an answer"}
             text = outcome.get(self.status, str(self.status))

@@ -21,7 +21,7 @@ POLL = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 class Pauses:
-    """How long one kind of news did not come, from when it was expected. One thread notes; another one reports."""
+    """Says how long one kind of news did not come, from when it was expected. One thread notes; another one reports."""
 
     def __init__(self) -> None:
         self.since: float | None = None  # when the next news was expected
@@ -32,7 +32,7 @@ class Pauses:
         self.since = self.since or time.monotonic()
 
     def end(self, *, is_next_expected: bool = False) -> None:
-        """What was expected has come, or is expected no more."""
+        """Notes that what was expected has come, or is expected no more."""
         now = time.monotonic()
         if self.since is not None:
             self.pauses.append((self.since, now))
@@ -43,7 +43,9 @@ class Pauses:
         self.failures.append((time.monotonic(), reason[:300]))
 
     def report(self, begin: float) -> dict[str, Any]:
-        """What was since then. Times in seconds; `notable` has the pauses that somebody might want to explain."""
+        """Returns what was since then. Times in seconds; `notable` has the pauses that somebody might want to
+        explain.
+        """
         since, now = self.since, time.monotonic()
         pauses = [*self.pauses, *([] if since is None else [(since, now)])]
         pauses = [(max(begin, first), last) for first, last in pauses if last > begin]

@@ -46,7 +46,7 @@ Attack = Callable[[Attacker], Awaitable[object]] | Sequence[Shot]
 
 
 def each_of(make: Callable[[], Iterator[Shot]]) -> Attack:
-    """What is made when the attack begins."""
+    """Returns what is made when the attack begins."""
     return lambda attacker: attacker.fire_all(make())
 
 
@@ -64,7 +64,7 @@ class MemoryWatch:
         self._thread.start()
 
     def begin(self) -> None:
-        """What the server has now is what growth is counted from."""
+        """Counts growth from what the server has now."""
         self.baseline = self.peak = self._read()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the bystander saw; each as in `bystander.Pauses.report`."""
+    """Holds what the bystander saw; each as in `bystander.Pauses.report`."""
 
     stream: dict[str, Any]
     health: dict[str, Any]
@@ -133,14 +133,14 @@ def bystander(port: int) -> Iterator[Callable[[], Seen]]:
 
 @dataclass(frozen=True)
 class Damage:
-    """What one attack did."""
+    """Holds what one attack did."""
 
     seen: Seen
     growth: int
     answers: list[Answer]
 
     def explain_pause(self) -> str:
-        """Which shots were on their way when it began, or had been answered just before."""
+        """Returns which shots were on their way when it began, or had been answered just before."""
         notable = [*self.seen.stream["notable"], *self.seen.health["notable"]]
         begin, end = max(notable, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
         shots = [str(each.shot) for each in self.answers if each.begin <= begin + 0.05 and each.end >= begin - 0.5]
@@ -185,7 +185,7 @@ class Target:
             return str(reply.json()["choices"][0]["message"]["content"]) if reply.status_code == 200 else reply.text
 
     def busy_gauges(self) -> dict[str, float]:
-        """What is not zero of the requests that run or wait and the slots that are taken."""
+        """Returns what is not zero of the requests that run or wait and the slots that are taken."""
         with self._client() as client:
             lines = client.get("/metrics").text.splitlines()
         slots = ('chairlift_slots{state="prefilling"}', 'chairlift_slots{state="decoding"}')
@@ -195,7 +195,7 @@ class Target:
         return {name: float(value) for name, value in values.items() if float(value)}
 
     def calibrate(self) -> None:
-        """What the bystander sees without an attack, idle and beside a process that computes."""
+        """Measures what the bystander sees without an attack, idle and beside a process that computes."""
         for code in ("", _COMPUTE):
             with subprocess.Popen([sys.executable, "-S", "-E", "-c", code]) as beside:
                 try:

@@ -122,7 +122,7 @@ def with_tools(num_bytes: int, *, is_streamed: bool) -> bytes:
 
 
 async def unread_repeats(attacker: Attacker) -> None:
-    """Of tools that are as large as a body, and of tools that are as large as they may be."""
+    """Declares tools that are as large as a body, and tools that are as large as they may be."""
     for num_bytes in (MAX_BODY - 1000, 1_000_000):
         body = with_tools(num_bytes, is_streamed=True)
         await attacker.hold(head(f"Content-Length: {len(body)}", RESPONSES) + body, 84, 4.0)

@@ -34,7 +34,7 @@ class Defect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a case: served if both messages are None."""
+    """Holds what came of a case: served if both messages are None."""
 
     case: Case
     refusal: str | None = None

@@ -26,7 +26,7 @@ for outcome in run([Case("llama/config.json", number) for number in (1, 2)], att
 
 
 def said_of(body: str) -> list[str]:
-    """What the runner says of two cases whose checkpoints are served by that statement."""
+    """Returns what the runner says of two cases whose checkpoints are served by that statement."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(body=body)], capture_output=True, text=True, timeout=200, check=True
     )

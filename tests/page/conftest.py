@@ -40,7 +40,7 @@ def site() -> Iterator[FakeSite]:
 
 @pytest.fixture
 def page(tab: "Page", site: FakeSite) -> "Page":
-    """Which shows the site."""
+    """Yields a page that shows the site."""
     from tests.page.page_support import open_live
 
     open_live(tab, site)

@@ -1,4 +1,4 @@
-"""What tests of the page share: the sizes of its batch, where things are, and how to begin."""
+"""Holds what tests of the page share: the sizes of its batch, where things are, and how to begin."""
 
 import pytest
 

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.slow  # what the page shows comes from the stream of te
 
 
 def parts_of(page: Page) -> dict[str, int]:
-    """Where each part of the first slot's row ends, in tokens. All begin at 0, shorter ones over longer ones."""
+    """Returns where each part of the first slot's row ends, in tokens. All begin at 0, shorter ones over longer
+    ones.
+    """
     script = """((row, end) => [...row.querySelectorAll(".part")].map((part) =>
         [part.classList[1], Math.round((1 + parseFloat(part.style.translate) / 100) * end)]))(
             document.querySelector("#slots li"),

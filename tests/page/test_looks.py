@@ -1,4 +1,4 @@
-"""What everybody can see and use of the page: colours, sizes, the keyboard, narrow screens, less motion."""
+"""Tests what everybody can see and use of the page: colours, sizes, the keyboard, narrow screens, less motion."""
 
 import itertools
 

@@ -147,7 +147,7 @@ class Load:
                 await asyncio.sleep(_POLL_S)
 
     def report(self, before: State, after: State) -> dict[str, Any]:
-        """What was counted, and everything that is wrong about it in words."""
+        """Returns what was counted, and everything that is wrong about it in words."""
         ranked = sorted(self.health_seconds) or [0.0]
         health_ms = {f"p{share}": round(1000 * ranked[share * (len(ranked) - 1) // 100], 1) for share in (50, 99, 100)}
         complaints = self.complaints + self.client_log.complaints(self.server_log) + growth(before, after)
@@ -164,7 +164,7 @@ class Load:
 
 
 def growth(before: State, after: State) -> list[str]:
-    """What there is more of than before, beyond what is allowed."""
+    """Returns what there is more of than before, beyond what is allowed."""
     return [
         f"there were {before.sizes[name]:.6g} {name}, and now there are {after.sizes[name]:.6g}"
         for name, allowed in MAX_GROWTH.items()

@@ -17,7 +17,7 @@ Check = Callable[[ParsedReply], None]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What is right for a generated answer: what `check` says."""
+    """Holds what is right for a generated answer: what `check` says."""
 
     check: Check
     is_stream: bool
@@ -25,14 +25,14 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """What is right for JSON of another kind: `check` is given the parsed body."""
+    """Holds what is right for JSON of another kind: `check` is given the parsed body."""
 
     check: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is right for a bad request: this status, and in the error this `param`."""
+    """Holds what is right for a bad request: this status, and in the error this `param`."""
 
     status: int
     param: str | None = None
@@ -331,6 +331,6 @@ BAD: dict[str, list[Case]] = {
 
 
 def bad_case(rng: Random, kind: str | None = None) -> Case:
-    """Of that kind, or of a kind that is drawn."""
+    """Makes a bad case of that kind, or of a kind that is drawn."""
     kind = kind or rng.choices(list(BAD), [4, 2, *[1] * (len(BAD) - 2)])[0]
     return replace(rng.choice(BAD[kind]), kind=kind)

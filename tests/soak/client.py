@@ -20,7 +20,7 @@ from tests.soak.server import NUMBER_HEADER
 
 
 class Ending(StrEnum):
-    """What became of a request. Every request has exactly one."""
+    """Holds what became of a request. Every request has exactly one."""
 
     FINISHED = "finished"  # the whole answer came, and it is right
     QUEUE_FULL = "queue full"  # 429
@@ -98,7 +98,7 @@ _SLOW_S = 6.0  # how long a slow reader takes the trouble
 
 
 class Manner(StrEnum):
-    """How a client behaves."""
+    """Says how a client behaves."""
 
     PATIENT = "patient"
     LEAVES_BEFORE = "leaves before the reply"
@@ -175,7 +175,7 @@ def _judge_error(case: Case, response: aiohttp.ClientResponse, error: dict[str, 
 
 
 def _judge(case: Case, response: aiohttp.ClientResponse, raw: bytes, has_left: bool) -> Ending:
-    """Whether it is what the case wants, or, if the client has left, may become it."""
+    """Returns whether it is what the case wants, or, if the client has left, may become it."""
     right = case.right
     if response.status != 200:
         return Ending.LEFT if has_left else _judge_error(case, response, read_error(raw))

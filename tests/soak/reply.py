@@ -106,7 +106,9 @@ def read_response(body: dict[str, Any]) -> ParsedReply:
 
 
 def read_stream(raw: bytes, is_response: bool) -> tuple[ParsedReply, bool]:
-    """What has come of a stream, and whether that is all of it. `ErrorEvent` if the server says so in the stream."""
+    """Returns what has come of a stream, and whether that is all of it. `ErrorEvent` if the server says so in the
+    stream.
+    """
     events = EventReader().feed(raw)
     is_done = events[-1:] == [DONE] and not is_response
     chunks = [parse_object(event) for event in (events[:-1] if is_done else events)]

@@ -39,7 +39,7 @@ _FLAGS = f"""--max-batch-size 8 --max-queue-size 8 --max-seq-len {MAX_SEQ_LEN} -
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds at one moment."""
+    """Holds what a server holds at one moment."""
 
     held: dict[str, int]  # what should be zero when nobody asks anything
     sizes: dict[str, float]  # what should be the same when nobody asks anything

@@ -1,4 +1,6 @@
-"""What tests of calls share: functions and the text of their calls, reading such a text, and driving a grammar."""
+"""Holds what tests of calls share: functions and the text of their calls, reading such a text, and driving a
+grammar.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -246,7 +248,7 @@ def joined(pieces: Sequence[Piece]) -> list[str | Call]:
 def every_split(
     family: ToolFamily, text: str, max_calls: int | None = None, schemas: Schemas = NO_SCHEMAS
 ) -> list[str | Call]:
-    """What is read, whole or cut in two anywhere or in single characters: always the same."""
+    """Returns what is read, whole or cut in two anywhere or in single characters: always the same."""
     ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
     first, *others = (joined(read(family, texts, max_calls, schemas)) for texts in ways)
     assert all(each == first for each in others)

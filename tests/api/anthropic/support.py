@@ -1,4 +1,6 @@
-"""What the tests of `/v1/messages` share: the official client, and the strictest reading of what the server says."""
+"""Holds what the tests of `/v1/messages` share: the official client, and the strictest reading of what the server
+says.
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a request contains and the model does not read: what stands in its place, and who is told."""
+"""Tests what a request contains and the model does not read: what stands in its place, and who is told."""
 
 import logging
 from typing import Any

@@ -43,7 +43,7 @@ def tokens_of(server: Server, text: str) -> list[int]:
 
 
 def text_of(message: Any) -> str:
-    """What it says, and nothing else."""
+    """Returns what it says, and nothing else."""
     (block,) = message.content
     assert block.type == "text"
     return str(block.text)

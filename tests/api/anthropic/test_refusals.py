@@ -1,4 +1,6 @@
-"""What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
+"""Tests what `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and
+tenants.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence

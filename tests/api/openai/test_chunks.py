@@ -1,4 +1,4 @@
-"""What a template makes of a chunk is what pydantic would."""
+"""Tests that a template makes of a chunk what pydantic would."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a result of a tool contains and the model does not read, in chats."""
+"""Tests what a result of a tool contains and the model does not read, in chats."""
 
 from chairlift.api.openai.chat import ChatCompletionRequest
 

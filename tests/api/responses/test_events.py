@@ -1,4 +1,4 @@
-"""What a template makes of an event is what pydantic would."""
+"""Tests that a template makes of an event what pydantic would."""
 
 from functools import partial
 from typing import Any

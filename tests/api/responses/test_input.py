@@ -1,4 +1,6 @@
-"""What `/v1/responses` makes of a body: the messages that its items become, and what is refused, and by which name."""
+"""Tests what `/v1/responses` makes of a body: the messages that its items become, and what is refused, and by which
+name.
+"""
 
 from typing import Any, get_type_hints
 

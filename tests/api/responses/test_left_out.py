@@ -1,4 +1,4 @@
-"""What a result of a tool contains and the model does not read, in responses."""
+"""Tests what a result of a tool contains and the model does not read, in responses."""
 
 from chairlift.api.responses.request import ResponsesRequest
 

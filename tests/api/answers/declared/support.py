@@ -24,7 +24,7 @@ TOOLS: list[Any] = [
 
 @dataclass
 class Answer:
-    """What is read out of a text; a call is its name and its arguments as they were written."""
+    """Holds what is read out of a text; a call is its name and its arguments as they were written."""
 
     content: str = ""
     thoughts: str = ""
@@ -64,7 +64,7 @@ def joined(pieces: Sequence[Piece]) -> Answer:
 
 
 def every_split(form: Declared, text: str, max_calls: int | None = None) -> Answer:
-    """What is read, whole or cut in two anywhere or in single characters: always the same."""
+    """Returns what is read, whole or cut in two anywhere or in single characters: always the same."""
     ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
     first, *others = (joined(pieces_of(form, texts, max_calls)) for texts in ways)
     assert all(each == first for each in others)
@@ -72,7 +72,7 @@ def every_split(form: Declared, text: str, max_calls: int | None = None) -> Answ
 
 
 def judged(form: Declared, text: str, prompt: str = "") -> Answer:
-    """What transformers reads out of the text with the same template."""
+    """Returns what transformers reads out of the text with the same template."""
     template = form.template.model_dump(mode="json", by_alias=True, exclude_unset=True)
     message = parse_response(text, template, prefix=prompt, tools=TOOLS)
     functions = [each["function"] for each in message.get("tool_calls") or []]

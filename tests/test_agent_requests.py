@@ -43,7 +43,7 @@ class Recorded:
 
     @property
     def last_turns(self) -> list[tuple[str, str]]:
-        """Who said what in the last prompt."""
+        """Returns who said what in the last prompt."""
         return [(role, content) for role, content in _TURN.findall(self.prompts[-1])]
 
 

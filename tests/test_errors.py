@@ -1,4 +1,4 @@
-"""What messages are made of: amounts of memory in units that fit."""
+"""Tests what messages are made of: amounts of memory in units that fit."""
 
 import pytest
 

@@ -58,7 +58,7 @@ def cluster() -> Iterator[None]:
 
 
 def replicas() -> dict[str, int]:
-    """How many there are in each state."""
+    """Returns how many there are in each state."""
     from ray import serve
 
     states: dict[str, int] = serve.status().applications["default"].deployments["Replica"].replica_states
@@ -71,7 +71,7 @@ def num_replicas() -> int:
 
 
 def pids_of(*deployments: str) -> list[int]:
-    """Of the processes of their replicas."""
+    """Returns the process ids of their replicas."""
     pids, names = [], tuple(f"ray::ServeReplica:default:{each}" for each in deployments)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -92,7 +92,7 @@ async def begin(client: httpx.AsyncClient, body: dict[str, Any], has_begun: asyn
 
 
 async def stream_whole(client: httpx.AsyncClient) -> int:
-    """How many chunks a stream brought, which must end properly; an error if it does not."""
+    """Returns how many chunks a stream brought, which must end properly; an error if it does not."""
     async with client.stream("POST", "/v1/completions", json=LONG) as answer:
         answer.raise_for_status()
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]

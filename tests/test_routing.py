@@ -1,4 +1,6 @@
-"""Where a prompt is sent: to the replica that has its beginning warm, unless that one is loaded more than others."""
+"""Tests where a prompt is sent: to the replica that has its beginning warm, unless that one is loaded more than
+others.
+"""
 
 from chairlift.routing import PrefixRouter, name_blocks
 

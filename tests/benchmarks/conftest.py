@@ -30,7 +30,7 @@ SHAPE = ModelShape.of(FIELDS, weight_bytes=2, cache_bytes=2)
 
 
 class Ran(NamedTuple):
-    """What came of a script."""
+    """Holds what came of a script."""
 
     code: int | str  # what is not a number is a message
     out: str

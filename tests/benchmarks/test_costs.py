@@ -134,7 +134,7 @@ def test_the_capacity_is_measured_with_a_server_that_costs_nothing() -> None:
 
 
 class FakeExecutor:
-    """What the sleeping executor asks of vLLM's."""
+    """Holds what the sleeping executor asks of vLLM's."""
 
     def __init__(self) -> None:
         self._init_executor()

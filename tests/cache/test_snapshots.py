@@ -1,4 +1,4 @@
-"""Which state is found for a prompt, and which one is evicted."""
+"""Tests which state is found for a prompt, and which one is evicted."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -40,7 +40,7 @@ def state_of(tokens: list[int]) -> float:
 
 
 def recur(states: SlotStates, inputs: list[list[int]]) -> None:
-    """What a forward pass does, with states whose elements all are `mixed` of the tokens, the inputs."""
+    """Does what a forward pass does, with states whose elements all are `mixed` of the tokens, the inputs."""
     for row, slot in enumerate(states.slots):
         position = states.starts[row] - states.num_replayed[row]
         state = float(states.live[slot, 0]) if position else 0.0

@@ -1,4 +1,6 @@
-"""What the tests of `AsyncLLM` share: an engine that steps when the test says so, and waiting without fixed sleeps."""
+"""Holds what the tests of `AsyncLLM` share: an engine that steps when the test says so, and waiting without fixed
+sleeps.
+"""
 
 import asyncio
 import threading

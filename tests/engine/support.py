@@ -1,4 +1,4 @@
-"""What the tests of the engine share: a tiny model, requests and events in one line."""
+"""Holds what the tests of the engine share: a tiny model, requests and events in one line."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -119,7 +119,7 @@ def row_of(request: RequestState) -> RowPlan:
 
 
 def state_of(core: EngineCore, request: Request) -> RequestState:
-    """How far a request has come that waits or runs."""
+    """Returns how far a request has come that waits or runs."""
     state = core.scheduler.find(request.request_id)
     assert state is not None, f"{request.request_id} is not here"
     return state

@@ -57,7 +57,7 @@ async def wait_for_slots(engine: AsyncLLM, num_free: int) -> None:
 
 
 async def begin_four(engine: AsyncLLM, num_before: int = 0) -> list[asyncio.Task[RequestOutput]]:
-    """Of these at least two wait."""
+    """Begins requests of which at least two wait."""
     tasks = [begin(last(engine.generate("hi", LONG))) for _ in range(4)]
     await wait_until(lambda: engine.num_unfinished == num_before + 4, "all have come in")
     return tasks

@@ -59,7 +59,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[s
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
-    """What decoding all at once adds to the prompt's text."""
+    """Returns what decoding all at once adds to the prompt's text."""
     return tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
 
 
@@ -337,7 +337,7 @@ def tokenizers(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFacto
 
 @dataclass(frozen=True)
 class Case:
-    """What a model says, and how it is asked."""
+    """Holds what a model says, and how it is asked."""
 
     prompt: list[int]
     output: list[int]

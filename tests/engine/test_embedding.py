@@ -35,7 +35,7 @@ def reference(native: str) -> Any:
 
 
 def run(llm: LLM, *work: tuple[list[int], PromptTask | None]) -> list[PromptResult | None]:
-    """What comes of each prompt's task; None for those that are continued, and for those that fail."""
+    """Returns what comes of each prompt's task; None for those that are continued, and for those that fail."""
     core, results = core_of(llm), dict[str, PromptResult | None]()
     for index, (prompt, task) in enumerate(work):
         params = GREEDY if task is None else PROMPT_ONLY

@@ -1,4 +1,4 @@
-"""Where answers end: end tokens from every file that names some."""
+"""Tests where answers end: end tokens from every file that names some."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ TEXT_END, TURN_START = 256, 257  # <|endoftext|> and <|im_start|>
 
 
 def make_inputs(path: Path, *, tokenizer: dict[str, Any] | None = None, **files: dict[str, Any]) -> InputProcessor:
-    """Of a checkpoint with the byte tokenizer, and these files beside it."""
+    """Reads a checkpoint with the byte tokenizer, and these files beside it."""
     make_byte_tokenizer(path)
     for name, content in {"config": {}, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content))

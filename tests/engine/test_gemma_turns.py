@@ -1,4 +1,4 @@
-"""What Gemma 4's calls returned is shown in the turn that made them."""
+"""Tests that what Gemma 4's calls returned is shown in the turn that made them."""
 
 from typing import Any
 

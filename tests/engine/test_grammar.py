@@ -52,7 +52,7 @@ def answer(llm: LLM, params: SamplingParams, prompt: str = "hi") -> CompletionOu
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["one step", "4 steps"])
 def paced(tiny: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Of one and of several steps a launch."""
+    """Yields engines of one and of several steps a launch."""
     with make_llm(tiny, max_steps_per_launch=request.param) as llm:
         yield llm
         assert_idle(llm)
@@ -287,7 +287,7 @@ def walk(grammar: TokenGrammar, text: str) -> list[bool]:
 
 
 def allowed_under(pending: PendingMasks | None, num_rows: int = 1) -> list[list[int]]:
-    """What the masks leave of each row."""
+    """Returns what the masks leave of each row."""
     assert pending is not None
     logits = torch.zeros(num_rows, VOCAB_SIZE)
     pending.apply(logits)

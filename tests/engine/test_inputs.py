@@ -1,4 +1,4 @@
-"""What a caller may write and what not; seeds, end tokens and defaults that come from the checkpoint."""
+"""Tests what a caller may write and what not; seeds, end tokens and defaults that come from the checkpoint."""
 
 import json
 import re
@@ -24,7 +24,7 @@ HI = [{"role": "user", "content": "hi"}]
 def make_inputs(
     path: Path, generation: str | dict[str, Any] | None = None, model: dict[str, Any] | None = None, **config: Any
 ) -> InputProcessor:
-    """Of a checkpoint with the byte tokenizer and these configurations: of generation, and of the model."""
+    """Reads a checkpoint with the byte tokenizer and these configurations: of generation, and of the model."""
     make_byte_tokenizer(path)
     (path / "config.json").write_text(json.dumps(model or {}))
     if generation is not None:

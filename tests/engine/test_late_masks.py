@@ -139,7 +139,7 @@ def test_a_slow_sequence_sits_out_until_its_mask_and_says_the_same(
 
 
 def lanes_of(llm: LLM) -> set[str]:
-    """Where sequences of the grammars compiled so far would begin."""
+    """Returns where sequences of the grammars compiled so far would begin."""
     assert isinstance(llm.inputs.grammars, GrammarCompiler)
     return {"slow" if each.is_slow else "fast" for each in llm.inputs.grammars._cache.values()}
 

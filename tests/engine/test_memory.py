@@ -191,7 +191,7 @@ def test_a_prompt_ends_with_an_error_and_rows_that_decode_beside_it_go_on(
 def test_no_memory_for_the_smallest_copy_is_no_end_either(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are looked up on the device, before anything is computed."""
+    """Fails where rows are looked up on the device, before anything is computed."""
     view = ContinuousBatchingKVCacheManager.view
 
     def view_if_it_fits(self: ContinuousBatchingKVCacheManager, *rest: Any) -> list[Any]:

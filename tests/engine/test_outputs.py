@@ -47,7 +47,7 @@ class Follower:
 
     @property
     def output(self) -> RequestOutput:
-        """What all deltas so far add up to."""
+        """Returns what all deltas so far add up to."""
         return self._sum.add(self.state.take())
 
     @property
@@ -113,7 +113,7 @@ TURN: dict[str, Any] = {"stop": ["\n<|im_start|>user"]}
 
 @dataclass(frozen=True)
 class Ending:
-    """What is said event by event, what is shown after each, and how it ends; `aborts`: the engine is told to."""
+    """Holds what is said event by event, what is shown after each, and how it ends; `aborts`: the engine is told to."""
 
     fields: dict[str, Any]
     said: list[tuple[bytes, FinishReason | None]]

@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def expected(native: str) -> list[list[Any]]:
-    """What an engine that keeps no launch ahead answers to PROMPTS in each case."""
+    """Returns what an engine that keeps no launch ahead answers to PROMPTS in each case."""
     with make_llm(native, **TRACELESS, enable_prefix_caching=False) as llm:
         return [answers(llm.generate(PROMPTS, greedy(**fields))) for fields in CASES.values()]
 

@@ -38,7 +38,7 @@ def cached(outputs: list[RequestOutput]) -> list[int]:
 
 @contextmanager
 def counted(llm: LLM) -> Iterator[list[int]]:
-    """How many tokens each launch computes meanwhile."""
+    """Yields how many tokens each launch computes meanwhile."""
     counts: list[int] = []
 
     def count(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:

@@ -1,4 +1,4 @@
-"""What recording does when memory runs out, and which graph stands in for one that is missing."""
+"""Tests what recording does when memory runs out, and which graph stands in for one that is missing."""
 
 import warnings
 from collections.abc import Callable

@@ -145,7 +145,9 @@ def cached(outputs: list[RequestOutput]) -> list[int]:
 
 
 def parts_of(outputs: list[RequestOutput]) -> list[Any]:
-    """What is generated, with its log-probabilities bit for bit; how many tokens were guessed is no part of it."""
+    """Returns what is generated, with its log-probabilities bit for bit; how many tokens were guessed is no part of
+    it.
+    """
     choices = [
         [replace(choice, num_accepted_tokens=0, num_rejected_tokens=0) for choice in output.outputs]
         for output in outputs

@@ -1,4 +1,4 @@
-"""What "auto" becomes on which machine, and what is refused in what words."""
+"""Tests what "auto" becomes on which machine, and what is refused in what words."""
 
 import re
 from collections.abc import Mapping

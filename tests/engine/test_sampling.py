@@ -40,7 +40,7 @@ def sample_once(requests: Sequence[RequestState], logits: torch.Tensor) -> list[
 
 
 def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> Floats:
-    """What a row is drawn from: bias, temperature, min-p, top-k (ties stay), top-p of what top-k leaves."""
+    """Returns what a row is drawn from: bias, temperature, min-p, top-k (ties stay), top-p of what top-k leaves."""
     scores = np.array(logits, dtype=np.float64)
     for token, bias in params.logit_bias.items():
         scores[token] += bias

@@ -1,4 +1,4 @@
-"""When a saved prefix is read, and when it is waited for no longer."""
+"""Tests when a saved prefix is read, and when it is waited for no longer."""
 
 from dataclasses import replace
 from pathlib import Path

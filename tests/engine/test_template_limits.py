@@ -91,7 +91,7 @@ def load(directory: Path, template: str) -> Tokenizer:
 
 
 def peak_memory() -> int:
-    """Of this process so far, in kB."""
+    """Returns the peak of this process so far, in kB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

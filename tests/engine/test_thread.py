@@ -334,7 +334,7 @@ async def test_nothing_that_changes_is_reached_from_both_threads(tiny: str) -> N
 
 
 def shared_by(engine: AsyncLLM, core: EngineCore) -> list[object]:
-    """What can change and is reached from the loop's side as well as from the engine's, between two steps."""
+    """Returns what can change and is reached from the loop's side as well as from the engine's, between two steps."""
     thread = engine._engine
     ours = reachable([engine._outputs, engine._mailboxes], {id(core), id(thread)})
     theirs = reachable([core.scheduler, core._journal, core._launches, core.executor.runner], {id(core), id(thread)})

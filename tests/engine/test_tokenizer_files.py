@@ -90,7 +90,7 @@ def test_what_a_plain_model_does_not_need_is_not_imported(name: str, imported: s
 
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
-    """What an answer of the bundled model imports."""
+    """Returns what an answer of the bundled model imports."""
     done = subprocess.run(
         [sys.executable, "-c", f"{ANSWER}print(*sys.modules)"], capture_output=True, text=True, check=True
     )

@@ -38,7 +38,9 @@ def make_byte_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _visible(byte: int) -> str:
-    """How byte-level tokenizers write a byte (Radford et al. 2019): itself if it can be seen, else from U+0100 on."""
+    """Returns how byte-level tokenizers write a byte (Radford et al. 2019): itself if it can be seen, else from U+0100
+    on.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return chr(byte) if byte in seen else chr(0x100 + unseen.index(byte))

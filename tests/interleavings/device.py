@@ -57,7 +57,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What comes too late in a launch: the masks of these rows, and those after the guessed tokens of another one."""
+    """Holds what comes too late in a launch: the masks of these rows, and those after the guessed tokens of another
+    one.
+    """
 
     late: tuple[str, ...] = ()
     short: str = ""
@@ -137,7 +139,8 @@ class Device:
         return results
 
     def run_out_of_memory(self, plan: StepPlan) -> list[RowResult]:
-        """What an engine makes of a plan for which there is no memory; what its rows have written by then is unknown.
+        """Returns what an engine makes of a plan for which there is no memory; what its rows have written by then is
+        unknown.
 
         The same rows come again or fail as in the engine's runner.
         """

@@ -80,7 +80,7 @@ class Disk:
         return (self.readings.get(ticket) or self.cancelled[ticket]).epoch
 
     def read(self, verb: str, ticket: int) -> SavedPart:
-        """What comes of a reading if that happens."""
+        """Returns what comes of a reading if that happens."""
         if verb == "stale":
             return self.cancelled.pop(ticket).parts[-1]
         part = self.readings[ticket].parts.pop(0)

@@ -1,4 +1,4 @@
-"""What a search explores: the requests of a scope, what may happen to them, and what each must be answered.
+"""Says what a search explores: the requests of a scope, what may happen to them, and what each must be answered.
 
 The model that is served here has no weights. It keeps one number for each token of a slot, which stands for the keys
 and values of all layers: a hash of the cache salt and of all tokens up to this one. The next token is a function of
@@ -183,7 +183,7 @@ class Scope:
 
     @cached_property
     def owner_of_number(self) -> dict[int, str]:
-        """Where a number belongs, in words, to explain one that is read elsewhere."""
+        """Returns where a number belongs, in words, to explain one that is read elsewhere."""
         names = {ZERO: "zeros", JUNK: "invalid contents", NAN: "NaN"}
         for case in self.cases.values():
             for position, number in enumerate(case.numbers):

@@ -17,7 +17,7 @@ from tests.scheduler.fake_engine import assert_nothing_is_left
 
 
 class Counterexample(AssertionError):
-    """What went wrong, and the actions that lead there."""
+    """Holds what went wrong, and the actions that lead there."""
 
     def __init__(self, scope: Scope, actions: Sequence[str], error: BaseException) -> None:
         self.actions = list(actions)
@@ -29,7 +29,7 @@ class Counterexample(AssertionError):
 
 @dataclass
 class Found:
-    """What a search has seen."""
+    """Holds what a search has seen."""
 
     num_states: int = 0
     num_actions: int = 0

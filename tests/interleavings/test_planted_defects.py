@@ -41,17 +41,17 @@ def copy_too_little(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_scrubs(patch: pytest.MonkeyPatch) -> None:
-    """What may be NaN stays in its slot."""
+    """Leaves what may be NaN in its slot."""
     patch.setattr(SlotLedger, "scrub", lambda *_: None)
 
 
 def forget_surplus(patch: pytest.MonkeyPatch) -> None:
-    """What a row computed for a wrong guess is not scrubbed before it continues."""
+    """Scrubs nothing that a row computed for a wrong guess before it continues."""
     patch.setattr(Placement, "scrub_surplus", lambda *_: None)
 
 
 def keep_surplus(patch: pytest.MonkeyPatch) -> None:
-    """What was computed after a request's last token counts as its own."""
+    """Counts what was computed after a request's last token as its own."""
     patch.setattr(RequestState, "drop_surplus", lambda _: None)
 
 
@@ -169,7 +169,7 @@ def never_settle(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_grammars(patch: pytest.MonkeyPatch) -> None:
-    """What a grammar forces is not verified."""
+    """Verifies nothing that a grammar forces."""
     step_back = Placement.step_back
 
     def step_back_others(self: Placement, request: RequestState, num_tokens: int) -> None:

@@ -35,7 +35,7 @@ def ignore_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_ticket(patch: pytest.MonkeyPatch) -> None:
-    """Who has left still waits for the disk."""
+    """Lets a request that has left wait for the disk."""
 
     def drop_half(self: Restoring, request: RequestState) -> None:
         if request.reading is not None:

@@ -42,7 +42,7 @@ def go_past_marks(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_bad_states(patch: pytest.MonkeyPatch) -> None:
-    """What a failed row left is kept."""
+    """Keeps what a failed row left."""
     patch.setattr(StateReuse, "forget", lambda *_, **__: None)
 
 

@@ -2,7 +2,7 @@
 
 
 class Violation(AssertionError):
-    """What must never be."""
+    """Holds what must never be."""
 
 
 def require(is_so: bool, message: str) -> None:

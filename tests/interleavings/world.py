@@ -50,7 +50,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Client:
-    """What the sender of a request has heard."""
+    """Holds what the sender of a request has heard."""
 
     is_here: bool = False  # it has sent its request
     has_ended: bool = False

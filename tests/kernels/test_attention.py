@@ -16,7 +16,7 @@ NUM_SLOTS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, and of which shapes."""
+    """Holds what is computed, and of which shapes."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -172,7 +172,7 @@ def test_rows_of_several_tokens(case: Case) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "kv_heads", "head_dim"), [(4, 3, 24), (601, 3, 24), (530, 1, 80)])
 def test_new_keys_and_values_go_to_their_places_and_nowhere_else(num_tokens: int, kv_heads: int, head_dim: int) -> None:
-    """Of a few tokens, a program for each; of many, one for several, the last of which has fewer."""
+    """Runs a program for each of a few tokens; of many, one for several, the last of which has fewer."""
     assert_appends(Case(heads=4, kv_heads=kv_heads, head_dim=head_dim), num_tokens)
 
 

@@ -64,7 +64,7 @@ def logits_of(num_rows: int = NUM_ROWS, size: int = VOCAB) -> torch.Tensor:
 
 
 def changes_of(num_rows: int = NUM_ROWS, size: int = VOCAB) -> Changes:
-    """Of every second or third row; one has two pieces, and one forbids a token that it biases."""
+    """Changes every second or third row; one has two pieces, and one forbids a token that it biases."""
     rng = np.random.default_rng(1)
     pieces = [np.sort(rng.choice(size, count, replace=False)) for count in (30, 9, size, 1)]
     values = [rng.normal(0, 5, len(piece)) for piece in pieces]

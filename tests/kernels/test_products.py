@@ -52,7 +52,7 @@ def stopwatch(*, share: float) -> Stopwatch:
 
 @torch.inference_mode()
 def logits(model: Decoder, num_rows: int) -> torch.Tensor:
-    """Of tokens that attend to nothing but themselves."""
+    """Returns the logits of tokens that attend to nothing but themselves."""
     tokens = torch.arange(num_rows, device=DEVICE) % SHAPE["vocab_size"]
     return model.logits(model(tokens, torch.arange(num_rows, device=DEVICE), lambda _, new: new.query)).cpu()
 

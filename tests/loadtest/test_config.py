@@ -17,7 +17,7 @@ from chairlift.loadtest import BenchConfig, Lengths, SweepValues, parse_limits
 
 
 def messages(**settings: object) -> list[str]:
-    """What is said against these settings, as `field: message`."""
+    """Returns what is said against these settings, as `field: message`."""
     with pytest.raises(ValidationError) as caught:
         BenchConfig.model_validate(settings)
     return [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in caught.value.errors()]

@@ -1,4 +1,4 @@
-"""What a test will send, and when, from its settings alone, and the files that it is made from."""
+"""Tests what a test will send, and when, from its settings alone, and the files that it is made from."""
 
 import json
 import statistics
@@ -37,7 +37,7 @@ def workload(**settings: object) -> Workload:
 
 
 def refusal(path: Path, *lines: object, **settings: object) -> str:
-    """What is said against this file, of a trace or of conversations as its name says, and the settings."""
+    """Returns what is said against this file, of a trace or of conversations as its name says, and the settings."""
     with pytest.raises(BenchError) as caught:
         workload(**{path.stem: write(path, *lines) if lines else path}, **settings)
     return str(caught.value)
@@ -172,7 +172,7 @@ def contents(conversation: Any) -> list[list[str]]:
 
 
 def lengths(conversations: Any) -> list[tuple[int, int]]:
-    """Of the prompt and the output of each conversation's only turn."""
+    """Returns the lengths of the prompt and the output of each conversation's only turn."""
     return [(turn.prompt_tokens, turn.output_tokens) for [turn] in conversations]
 
 

@@ -22,7 +22,7 @@ Layers = Mapping[int, AttentionConfig]
 
 
 def layers(scale: float, windows: Sequence[int | None] = (None,) * NUM_LAYERS, softcap: float | None = None) -> Layers:
-    """What attention computes in layers that differ in their windows only."""
+    """Returns what attention computes in layers that differ in their windows only."""
     return {index: AttentionConfig(scale, window, softcap) for index, window in enumerate(windows)}
 
 
@@ -63,7 +63,7 @@ class Tokens:
         return self.query, self.key, self.value
 
     def new_parts(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `attend` takes: query, key and value of the rows' new tokens, `[T, H, D]` each."""
+        """Returns what `attend` takes: query, key and value of the rows' new tokens, `[T, H, D]` each."""
         return new_parts(self.query, rows), new_parts(self.key, rows), new_parts(self.value, rows)
 
 

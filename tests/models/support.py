@@ -1,4 +1,6 @@
-"""What tests of checkpoints share: to write and to change them, to load them, and the message if that is refused."""
+"""Holds what tests of checkpoints share: to write and to change them, to load them, and the message if that is
+refused.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -57,7 +59,7 @@ def refusal(path: Path | str, read: Callable[[str], object] = load) -> str:
 
 
 def groups_of(model: Decoder) -> list[GroupedWeight]:
-    """What its products and its embeddings keep in groups."""
+    """Returns what its products and its embeddings keep in groups."""
     modules = (module for module in model.modules() if isinstance(module, Linear | RowTable))
     return [module.grouped for module in modules if module.grouped is not None]
 

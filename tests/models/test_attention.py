@@ -1,4 +1,4 @@
-"""What every backend must do: on a CPU torch's, and others with plain references of their kernels; on a GPU all.
+"""Tests what every backend must do: on a CPU torch's, and others with plain references of their kernels; on a GPU all.
 
 The references refuse what the kernels refuse or take in silence, so that on a CPU these tests check every argument.
 """
@@ -88,7 +88,7 @@ class Loaded:
 def assert_near_reference(
     output: torch.Tensor, tokens: Tokens, rows: list[Row], layers: support.Layers | None = None
 ) -> None:
-    """Of plain attention over padded copies, in the number format of the output."""
+    """Compares with plain attention over padded copies, in the number format of the output."""
     support.assert_near(output, support.new_parts(support.reference(tokens, layers), rows))
 
 

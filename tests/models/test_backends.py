@@ -1,4 +1,6 @@
-"""What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
+"""Tests what keeps a backend from running; which flash-attn is used where; what the references of its kernels
+refuse.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -56,7 +58,7 @@ LEFT_OUT = ("FP16", "LOCAL", "PAGEDKV", "HDIM256")
 
 @pytest.fixture
 def wheel() -> Iterator[None]:
-    """Of version 3, only a wheel is installed that lacks some kernels, beside version 2."""
+    """Installs a wheel of version 3 that lacks some kernels, beside version 2."""
     flags = {f"FLASHATTENTION_DISABLE_{what}": what in LEFT_OUT for what in (*LEFT_OUT, "SOFTCAP", "HDIM192")}
     wheels = module("fa3_fwd_interface", VERSION_3), module("fa3_fwd_config", {"CONFIG": {"build_flags": flags}})
     with installed(), module("flash_attn_interface", None), wheels[0], wheels[1]:

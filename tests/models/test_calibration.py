@@ -1,4 +1,4 @@
-"""What products read of a calibration's tokens is what they read in the model's own pass over the same tokens."""
+"""Tests that products read of a calibration's tokens what they read in the model's own pass over the same tokens."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where a model is found, what its files must be, and its chat template."""
+"""Tests where a model is found, what its files must be, and its chat template."""
 
 import hashlib
 import json

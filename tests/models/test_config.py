@@ -19,7 +19,7 @@ FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 
 
 def read(directory: Path, **fields: Any) -> ModelConfig:
-    """What is read of a Llama's config with these fields."""
+    """Returns what is read of a Llama's config with these fields."""
     config = open_checkpoint(write_config(directory, LLAMA, fields)).config
     assert isinstance(config, ModelConfig)
     return config

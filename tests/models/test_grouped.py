@@ -24,7 +24,7 @@ def random_weight(outputs: int, inputs: int) -> torch.Tensor:
 
 
 def lost(weight: torch.Tensor, rounded: torch.Tensor) -> float:
-    """What rounding took, as a share of the whole (of squares)."""
+    """Returns what rounding took, as a share of the whole (of squares)."""
     return float((rounded - weight).square().sum() / weight.square().sum())
 
 

@@ -33,7 +33,7 @@ def valid(tmp_path: Path) -> Path:
 
 
 def refused(path: Path) -> str:
-    """What loading says, soon."""
+    """Returns what loading says, soon."""
     begin = time.thread_time()
     said = refusal(path)
     assert time.thread_time() - begin < LIMIT_S

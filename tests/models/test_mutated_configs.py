@@ -54,7 +54,7 @@ def start(path: str) -> None:
 
 
 def refused(source: Path, directory: Path, changes: dict[str, Any]) -> str:
-    """What an engine says of the checkpoint with these fields changed."""
+    """Returns what an engine says of the checkpoint with these fields changed."""
     for path in source.iterdir():
         (directory / path.name).symlink_to(path)
     fields = read_config(source)

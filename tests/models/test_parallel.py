@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def on_ranks(size: int, run: Callable[[Group], Result]) -> list[Result]:
-    """What each rank returns, in order."""
+    """Returns what each rank returns, in order."""
     store, device, timeout = HashStore(), torch.device("cpu"), timedelta(seconds=60)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: run(Group(rank, size, store, device, timeout)), range(size)))

@@ -1,4 +1,4 @@
-"""Of a head that the config ties to the embedding, a stored one that differs counts, wherever it comes from.
+"""Tests that a stored head counts if it differs from the embedding to which the config ties it, wherever it comes from.
 
 transformers, which leaves such a head untied, is the judge.
 """

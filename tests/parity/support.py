@@ -1,4 +1,6 @@
-"""What comparisons of families with transformers' own classes share: random checkpoints, and forwards of these."""
+"""Holds what comparisons of families with transformers' own classes share: random checkpoints, and forwards of
+these.
+"""
 
 from functools import cache
 from pathlib import Path

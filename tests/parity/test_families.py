@@ -165,7 +165,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def assert_greedy_answers(model: Any, llm: LLM, prompts: list[list[int]], num_tokens: int) -> None:
-    """Of transformers' own code."""
+    """Asserts the greedy answers of transformers' own code."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         assert_greedy(model, prompt, output.outputs[0].token_ids, num_tokens)

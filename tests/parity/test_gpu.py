@@ -89,7 +89,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompt_logprobs(path: Path, **config: Any) -> torch.Tensor:
-    """Of random tokens: float32 `[T]`."""
+    """Scores random tokens: float32 `[T]`."""
     (prompt,) = random_prompts(0, [120])
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     limits: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": SLOT_LEN}

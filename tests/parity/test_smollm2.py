@@ -76,7 +76,7 @@ def perplexity_in_transformers(directory: Path, token_ids: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def reference(numbers: Path, served: LLM) -> float:
-    """Of transformers, of the beginning."""
+    """Returns what transformers makes of the beginning."""
     return perplexity_in_transformers(numbers, served.inputs.tokenize(PROSE)[:NUM_TOKENS])
 
 

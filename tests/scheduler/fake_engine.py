@@ -150,7 +150,7 @@ class Driver:
         return plan
 
     def begin(self, plan: StepPlan) -> None:
-        """What is to happen while the plan's rows hold what was computed before."""
+        """Does what is to happen while the plan's rows hold what was computed before."""
 
     def land(self, results: Sequence[RowResult]) -> list[TokenEvent]:
         """The oldest launch is over."""
@@ -160,7 +160,7 @@ class Driver:
 
 
 class FakeEngine(Driver):
-    """What is sampled for a request is its `answer`, and then what `say` decides, called with its name for each."""
+    """Samples a request's `answer` for it, and then what `say` decides, called with its name for each."""
 
     def __init__(
         self,
@@ -378,7 +378,9 @@ class FakeEngine(Driver):
 
 
 def assert_nothing_is_left(scheduler: Scheduler) -> None:
-    """What a scheduler without work still knows are the tokens of warm slots; once they are forgotten, nothing."""
+    """Asserts that a scheduler without work knows the tokens of warm slots only, and nothing once they are
+    forgotten.
+    """
     queue, placement, slots = scheduler.waiting, scheduler.placement, scheduler._slots
     assert (scheduler._running, scheduler._unstarted) == ({}, [])
     assert (queue._requests, list(queue), queue._num_by_tenant) == ({}, [], {})

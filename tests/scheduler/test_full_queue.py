@@ -25,7 +25,7 @@ def displaced(engine: FakeEngine, names: str, prompt: int = 4, **fields: Any) ->
 
 
 def refused(engine: FakeEngine, names: str, **fields: Any) -> QueueFull:
-    """What those who come together are told."""
+    """Returns what those who come together are told."""
     with pytest.raises(QueueFull) as caught:
         displaced(engine, names, **fields)
     return caught.value

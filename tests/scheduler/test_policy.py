@@ -18,7 +18,7 @@ def engine_with(*requests: tuple[Any, ...], num_slots: int = 1, **policy: Any) -
 
 
 def order(engine: FakeEngine) -> list[str]:
-    """Who gets the slot after whom, to the end of all work."""
+    """Returns who gets the slot after whom, to the end of all work."""
     names: list[str] = []
     while engine.has_work:
         names += [name for name, _ in engine.step().rows if name not in names]

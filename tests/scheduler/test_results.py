@@ -1,4 +1,6 @@
-"""What becomes of results, said by hand or sampled: ends, errors, late masks; and of steps planned before they came."""
+"""Tests what becomes of results, said by hand or sampled: ends, errors, late masks; and of steps planned before they
+came.
+"""
 
 from dataclasses import replace
 from typing import Any, Self
@@ -23,7 +25,7 @@ class Tower(Driver):
         return {row.key.tag: row.num_new_tokens for row in self.launch().rows}
 
     def landed(self, **answers: list[int] | RowResult) -> list[TokenEvent]:
-        """What was sampled for whom in the oldest launch, or WORD in every step."""
+        """Returns what was sampled for whom in the oldest launch, or WORD in every step."""
         plan = self.in_flight[0]
         said = [answers.get(row.key.tag, [WORD] * plan.num_steps * row.is_sampled) for row in plan.rows]
         return self.land([each if isinstance(each, RowResult) else RowResult(each) for each in said])
@@ -38,7 +40,7 @@ class Tower(Driver):
         return self
 
     def scrubbed(self) -> list[Scrub]:
-        """What the ledger owes, which from now on it does not."""
+        """Returns what the ledger owes, which from now on it does not."""
         jobs = list(self.slots.owed)
         self.slots.owed.clear()
         return [job for job in jobs if isinstance(job, Scrub)]

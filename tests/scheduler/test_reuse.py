@@ -1,4 +1,4 @@
-"""Which slot a prompt gets and what of it is computed: literal plans, with contents checked at every launch."""
+"""Tests which slot a prompt gets and what of it is computed: literal plans, with contents checked at every launch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which guesses are verified, and what becomes of them in the books."""
+"""Tests which guesses are verified, and what becomes of them in the books."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,7 +93,7 @@ def answer(driver: Driver, name: str, max_tokens: int, first: int = 50, **option
 
 
 def guess_behind(driver: Driver, *results: int) -> list[int]:
-    """What the newest request guesses after a launch in which rows get these tokens."""
+    """Returns what the newest request guesses after a launch in which rows get these tokens."""
     driver.launch()
     driver.land([RowResult([result]) for result in results])
     return {name: guess for name, _, guess in rows(driver.launch())}[next(reversed(driver.requests))]

@@ -23,7 +23,7 @@ def make(num_slots: int = 4, budget: int = 512, num_snapshots: int = 16, **setti
 
 
 def tokens_of_states(engine: FakeEngine) -> list[int]:
-    """How many tokens the kept states have taken."""
+    """Returns how many tokens the kept states have taken."""
     assert engine.slots.states is not None
     return sorted(engine.slots.states.snapshots._lengths.values())
 

@@ -56,7 +56,7 @@ HOOKED = Parts(make_runner=HookedRunner)
 
 
 def ahead(num_launches: int) -> Parts:
-    """Of engines that begin so many launches before they take the tokens of the first."""
+    """Makes engines begin so many launches before they take the tokens of the first."""
     return replace(HOOKED, pacing=Pacing(num_launches))
 
 

@@ -1,4 +1,5 @@
-"""What flash-attn 2 and 3, and torch's ragged kernels, do argument by argument, in plain torch: slow, on any device.
+"""Says what flash-attn 2 and 3, and torch's ragged kernels, do argument by argument, in plain torch: slow, on any
+device.
 
 Written from the packages' documented semantics and the checks that their C++ makes (2.8 and 3.0 beta). Only the
 arguments that Chairlift passes exist here, so passing another one fails, as does anything that the kernels refuse or,

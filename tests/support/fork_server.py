@@ -36,7 +36,7 @@ _held = contextlib.ExitStack()  # the fork server that this process started
 
 
 class ForkedProcess:
-    """What tests use of `subprocess.Popen`, for a child of the fork server."""
+    """Holds what tests use of `subprocess.Popen`, for a child of the fork server."""
 
     def __init__(self, code: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> None:
         """Runs Python code as `python -c code arguments` does; `stderr` is a file descriptor."""

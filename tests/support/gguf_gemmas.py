@@ -80,7 +80,7 @@ def _add_sizes_of_gemma3n(writer: GGUFWriter, config: Any) -> None:
 
 
 def converted(name: str, weight: Array, model: Any) -> Iterator[tuple[str, Array]]:
-    """What becomes of a tensor whose name the package does not know; nothing for others, which stay as they are.
+    """Yields what becomes of a tensor whose name the package does not know; nothing for others, which stay as they are.
 
     The first of AltUp's matrices becomes a stack of all; `is_gathered` tells the others.
     """

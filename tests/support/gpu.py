@@ -1,4 +1,4 @@
-"""What tests that need a CUDA device share."""
+"""Holds what tests that need a CUDA device share."""
 
 import functools
 import importlib

@@ -30,7 +30,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What happens meanwhile would become part of a graph."""
+        """Records: what happens meanwhile would become part of a graph."""
         self._is_recording = True
         try:
             yield

@@ -61,7 +61,7 @@ def make_agents_checkpoint(directory: Path, max_seq_len: int) -> str:
 
 
 class Script:
-    """What the model wants to write. What a grammar does not let it write is passed over."""
+    """Holds what the model wants to write. What a grammar does not let it write is passed over."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = [END_TOKEN]

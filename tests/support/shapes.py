@@ -10,7 +10,7 @@ from chairlift.models.rotary import RopeConfig
 
 
 class Positions(NamedTuple):
-    """What differs from layer to layer in most of the families."""
+    """Holds what differs from layer to layer in most of the families."""
 
     rope: RopeConfig | None
     window: int | None = None

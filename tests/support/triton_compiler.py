@@ -40,7 +40,9 @@ class Compilation:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiled kernel takes: registers of a thread, bytes of its stack (spills), bytes of shared memory."""
+    """Holds what a compiled kernel takes: registers of a thread, bytes of its stack (spills), bytes of shared
+    memory.
+    """
 
     registers: int
     stack_bytes: int

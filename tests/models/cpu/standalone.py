@@ -170,7 +170,7 @@ class _Image:
         return self.places[address]
 
     def place_blank(self, address: int, num_bytes: int) -> int:
-        """What is not written there is no number afterwards."""
+        """Fills it with bytes that are no number, until something is written there."""
         self._add(address, b"\xff" * num_bytes)
         return self.places[address]
 

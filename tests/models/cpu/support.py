@@ -48,7 +48,7 @@ _LLAMA3 = Positions(RopeConfig(500_000.0, "llama3", tuple(_FACTORS.items())))
 
 @dataclass(frozen=True)
 class Format:
-    """What a model computes in, and what its weights are quantized to."""
+    """Holds what a model computes in, and what its weights are quantized to."""
 
     dtype: torch.dtype
     quantization: Quantization | None = None
@@ -290,7 +290,7 @@ def round_groups(groups: torch.Tensor) -> torch.Tensor:
 
 
 class GroupedLinear(nn.Module):
-    """What a product with integers in groups is to give: an exact sum, with rows in groups of 32, too.
+    """Holds what a product with integers in groups is to give: an exact sum, with rows in groups of 32, too.
 
     A group with a number above 4 times the root of its row's mean square is rounded, and so is what that took.
     Likewise what rounding took of the weights of values.

@@ -1,4 +1,5 @@
-"""What is compiled for Arm gives torch's numbers and AVX2's bits, in an emulator. How fast it is nobody has measured.
+"""Tests that code compiled for Arm gives torch's numbers and AVX2's bits, in an emulator. How fast it is nobody has
+measured.
 
 There the kernels are a program of their own (see `standalone.py`), as Python and torch are not there.
 """

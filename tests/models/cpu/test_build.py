@@ -63,7 +63,7 @@ class Cache:
 
     @property
     def calls(self) -> list[str]:
-        """Of the compiler that counts them."""
+        """Returns how often the compiler that counts was called."""
         return (self.around / "calls").read_text().splitlines()
 
     def set_compiler(self, script: str) -> None:

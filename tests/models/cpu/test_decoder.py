@@ -63,7 +63,7 @@ def truth(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def torch_error(config: ModelConfig, number_format: Format) -> float:
-    """How far from that torch is in the format; if quantized, with factors that are and all else in float32."""
+    """Returns how far from that torch is in the format; if quantized, with factors that are and all else in float32."""
     model = make_model(config, number_format.dtype)
     if number_format.quantization:
         model = support.quantized(support.in_float32(model), number_format.quantization)
@@ -286,7 +286,7 @@ def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: 
 
 
 def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
-    """What the kernels hold pointers to is kept by the forward pass itself."""
+    """Shows that the forward pass itself keeps what the kernels hold pointers to."""
     for number_format in support.FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)

@@ -1,4 +1,4 @@
-"""Which layers keep 8 bits of their most sensitive matrices with int4."""
+"""Tests which layers keep 8 bits of their most sensitive matrices with int4."""
 
 import pytest
 

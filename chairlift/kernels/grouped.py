@@ -48,7 +48,7 @@ class StoredMatrix:
 
     @property
     def group_constant(self) -> int:
-        """What kernels get as the size of a group: 0 for a whole row."""
+        """Returns what kernels get as the size of a group: 0 for a whole row."""
         if self.group_size in GROUP_SIZES:
             return self.group_size
         assert self.num_bits == 8, "groups of other values have a size that tiles are made of"

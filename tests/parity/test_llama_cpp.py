@@ -1,7 +1,7 @@
-"""llama.cpp's server as a judge of vectors, of scores and of recurrent models: the same GGUF files, and the same texts.
+"""llama.cpp's server as a judge of vectors, of scores, of recurrent models and of mixtures, with the same GGUF files.
 
 It runs where `llama-server` is on the path, or where LLAMA_SERVER names it. Beside it lies `llama-quantize`, which
-writes files of Q4_K.
+writes files of Q4_K and MXFP4.
 """
 
 import json
@@ -150,6 +150,20 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**MAMBA, "head_dim": 64, "mamba_d_ssm": 256, "mamba_n_heads": 4},
 }
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256, "head_dim": 64}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "lfm2_moe": {
+        **EXPERTS,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 24},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0},
+}
+OF_EXPERTS = "MXFP4_MOE"  # that type in experts, and Q8_0 elsewhere
 NUM_TOKENS = 32
 END_TOKEN = 258  # which llama.cpp never says if it is told to ignore it
 
@@ -167,18 +181,45 @@ def add_words(writer: GGUFWriter) -> None:
     writer.add_add_bos_token(False)
 
 
+@torch.inference_mode()
+def make_choices_clear(model: Any) -> None:
+    """Has tokens mark the experts that they go to: where rounding tips a choice, everything behind it differs.
+
+    Biases decide where a model has them: its head is tied, and would know tokens by their marks.
+    """
+    biases = [each for name, each in model.state_dict().items() if name.endswith("expert_bias")]
+    if biases:
+        for each in biases:
+            each.copy_(torch.randperm(len(each)))
+        return
+    routers = [
+        each for name, each in model.named_parameters() if re.search(r"\.(gate|router)(\.layer)?\.weight$", name)
+    ]
+    num_experts, hidden_size = routers[0].shape
+    directions = torch.randn(num_experts, hidden_size)
+    for router in routers:
+        router.copy_(0.03 * directions)
+    embedding = model.get_input_embeddings().weight
+    marked = torch.rand(len(embedding), num_experts).topk(model.config.num_experts_per_tok).indices
+    embedding += directions[marked].sum(dim=1) / getattr(model.config, "embedding_multiplier", 1)
+
+
 @pytest.fixture(scope="module")
-def recurrent_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def quantized_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Writes a family's random weights as a file whose matrices are of a type, with llama.cpp's quantizer."""
-    directory = tmp_path_factory.mktemp("recurrent")
+    directory = tmp_path_factory.mktemp("quantized")
     quantizer = Path(SERVER or "").resolve().with_name("llama-quantize")
 
     def write(family: str, kind: str) -> Path:
         whole, file = directory / f"{family}.gguf", directory / f"{family}-{kind}.gguf"
         if not whole.exists():
-            model = make_checkpoint(directory / family, seed=3, model_type=family, **SIZES, **RECURRENT[family])
+            fields = (RECURRENT | MIXTURES)[family]
+            model = make_checkpoint(directory / family, seed=3, model_type=family, **SIZES, **fields)
+            if family in MIXTURES:
+                make_choices_clear(model)
             write_model(model, whole, tokenizer=add_words)
-        command: list[Path | str] = [quantizer, "--pure", whole, file, kind, "1"]
+        flags = [] if kind == OF_EXPERTS else ["--pure"]
+        command: list[Path | str] = [quantizer, *flags, whole, file, kind, "1"]
         subprocess.run(command, check=True, capture_output=True, env=environment())
         return file
 
@@ -201,13 +242,18 @@ def greedy_answer(url: str, prompt: list[int]) -> tuple[list[int], torch.Tensor]
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
-@pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_models_are_as_near_as_llama_cpp_to_the_numbers_in_the_file(
-    family: str, kind: str, recurrent_file: Callable[[str, str], Path]
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, kind) for family in RECURRENT for kind in ("Q8_0", "Q4_0", "Q4_K")),
+        *((family, kind) for family in MIXTURES for kind in ("Q8_0", "Q4_K", OF_EXPERTS)),
+    ],
+)
+def test_models_are_as_near_as_llama_cpp_to_the_numbers_in_the_file(
+    family: str, kind: str, quantized_file: Callable[[str, str], Path]
 ) -> None:
     """Both multiply by rounded activations, so the judge is the file's numbers in float32 and in torch."""
-    file, (prompt,) = recurrent_file(family, kind), random_prompts(7, [40], 256)
+    file, (prompt,) = quantized_file(family, kind), random_prompts(7, [40], 256)
     with llama_server(file, "--threads", "1") as url:
         tokens, theirs = greedy_answer(url, prompt)
     opened, rows = open_checkpoint(str(file)), [Row(1, [*prompt, *tokens[:-1]])]

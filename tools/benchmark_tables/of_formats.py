@@ -1,10 +1,20 @@
-"""README's table of what formats with fewer bits cost, which `chairlift compare` measures."""
+"""Tables of what formats with fewer bits cost, which `chairlift compare` measures."""
 
 from .cells import chosen, figures, percent
 from .source import Source
 from .table import Column, Table
 
 DIVERGENCE = Source("divergence-smollm2-bundled", where="The built-in text")
+ROUNDING = Source("rounding-small-models", where="The built-in text")
+_ROUNDED = {"gemma": "Gemma 3 270M", "qwen": "Qwen2.5-0.5B", "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M"}
+_ROUNDINGS = {
+    "int8": "int8",
+    "int4 before": "int4, all inputs alike",
+    "int4": "int4",
+    "Q4_0": "llama.cpp's Q4_0",
+    "Q4_1": "llama.cpp's Q4_1",
+    "Q4_K_M": "llama.cpp's Q4_K_M",
+}
 _MODELS = {"smollm2": "SmolLM2-135M", "bundled": "the bundled model"}
 _FORMATS = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4", "file": "its own GGUF file, Q4_1"}
 
@@ -27,6 +37,20 @@ TABLES = (
             _with_error("mean KL divergence, nats", "mean_divergence", ".5f"),
             figures("99th percentile", "p99_divergence", ".4f"),
             percent("same likeliest token", "top_agreement/value"),
+        ),
+    ),
+    Table(
+        "docs/speed.md",
+        "rounding",
+        ROUNDING,
+        lambda data: data["results"],
+        (
+            chosen("model", "model", _ROUNDED),
+            chosen("format", "format", _ROUNDINGS),
+            figures("bits", "bits", ".2f"),
+            _with_error("perplexity beside bfloat16's", "perplexity_ratio", ".4f"),
+            _with_error("mean KL divergence, nats", "mean_divergence", ".5f"),
+            figures("99th percentile", "p99_divergence", ".4f"),
         ),
     ),
 )

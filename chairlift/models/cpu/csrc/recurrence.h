@@ -72,6 +72,8 @@ struct Taps {
     int64_t num_taps, num_features;
 };
 
+constexpr int64_t TOKENS_AHEAD = 16;  // whose inputs are prefetched, as each lies in a page of its own
+
 // Convolves features [feature, feature + 16) of a row's inputs with the window that its state begins with, which then
 // is that after the stored inputs. `inputs`: of the row's new tokens. `use(i, x)` gets the result of input i.
 template <int TAPS, class Use>
@@ -88,6 +90,7 @@ void convolve16(const Taps& taps, const RowState& row, const float* inputs, int6
     for (int64_t i = 0; i < row.num_inputs(); i++) {
         const int64_t t = i - row.num_replayed;
         const float* from = (t < 0 ? row.pending + i * row.pending_stride : inputs + t * stride) + feature;
+        if (i + TOKENS_AHEAD < row.num_inputs()) __builtin_prefetch(inputs + (t + TOKENS_AHEAD) * stride + feature);
         window[kept] = load16(from);
         f32x16 sum = bias;
         for (int k = 0; k < TAPS; k++) sum = fma16(window[k], weights[k], sum);
@@ -117,8 +120,8 @@ INLINE float first_lane(f32x16 x) {
     return lanes[0];
 }
 
-// Calls `use` for all columns of a matrix, VECTORS vectors at a time and the last ones by themselves, with the number of
-// vectors as a constant, and the first column.
+// Calls `use` for all columns of a matrix, VECTORS vectors at a time and the last ones by themselves, with the number
+// of vectors as a constant, and the first column.
 template <int VECTORS, class Use> void for_columns(int64_t width, Use use) {
     int64_t column = 0;
     for (; column + VECTORS * LANES <= width; column += VECTORS * LANES)

@@ -123,7 +123,7 @@ template <class T, class W> struct Stream {
         multiply_all(team, matrix, normed, plain, unit_panels, use);
     }
 
-    // One of the first products of a block -> `to` [T][columns]. `columns`: those of the product, padded to 16.
+    // One of the first products of a block -> `to` [T][columns]. `columns`: at least those of the product, padded to 16.
     // `factors`: of each column; null: all are 1.
     void keep_product(Team& team, const Matrix& matrix, float* to, int64_t columns,
                       const float* factors = nullptr) const {

@@ -15,7 +15,7 @@ template <class T, class W> struct GatedDeltaNet {
     const Stream<T, W>& stream;
     const StateRows& rows;
     const InnerRows<T, W> gated;
-    float* const projected;  // [T][in.columns]: query, key, value, output gate
+    float* const projected;  // [T][num_projected]: query, key, value, output gate
     float* const gates;      // [T][gate.columns, padded to 16]: beta, decay
     float* const ready;      // what heads read of all inputs, replayed ones as well: see `queries_of`
     float* const heads;      // [value heads][T][value_dim]: outputs
@@ -73,7 +73,10 @@ template <class T, class W> struct GatedDeltaNet {
     static int64_t num_keys(const GatedDeltaNetBlock& block) { return block.num_key_heads * block.key_dim; }
     static int64_t num_values(const GatedDeltaNetBlock& block) { return block.num_value_heads * block.value_dim; }
     static int64_t num_mixed(const GatedDeltaNetBlock& block) { return 2 * num_keys(block) + num_values(block); }
-    static int64_t num_projected(const GatedDeltaNetBlock& block) { return num_mixed(block) + num_values(block); }
+    // With a vector that is left out: tokens a power of 2 apart would compete for few places of the caches.
+    static int64_t num_projected(const GatedDeltaNetBlock& block) {
+        return num_mixed(block) + num_values(block) + LANES;
+    }
     static int64_t num_gates(const GatedDeltaNetBlock& block) { return pad(2 * block.num_value_heads, LANES); }
     static int64_t num_ready(const GatedDeltaNetBlock& block) { return num_mixed(block) + num_gates(block); }
     static int64_t columns_size(const GatedDeltaNetBlock& block) { return block.key_dim * VECTORS_APART * LANES; }

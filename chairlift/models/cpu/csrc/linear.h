@@ -39,7 +39,7 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {
             const int count = end - row < ROWS_AT_ONCE ? int(end - row) : ROWS_AT_ONCE;
             x.multiply_by(matrix, row, count, unit * unit_panels, width, c, stride,
-                          {row == start, next, lines_per_step});
+                          {row == start, next, lines_per_step, slice});
             next += slice;
             if (matrix.bias)
                 for (int p = 0; p < width * LANES; p += LANES)

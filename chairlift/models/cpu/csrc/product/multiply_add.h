@@ -12,18 +12,47 @@ template <int PART> INLINE f32x16 part_of(u32x16 words) {  // two bfloat16
 template <class T> struct Factor { typedef u32x16 type; };
 template <> struct Factor<float> { typedef f32x16 type; };
 
-// Adds the products with the rows of A from `a` on, which have the row stride lda.
+// The elements of A at hand, in ROWS rows: four rows share a pointer and are multiples of one distance apart. With an
+// address each, twelve rows would have more of them than there are registers.
+template <class A, int ROWS> struct RowPointers {
+    static constexpr int AT_ONCE = 4;
+    const A* first[(ROWS + AT_ONCE - 1) / AT_ONCE];
+    int64_t once, thrice;
+
+    RowPointers(const A* a, int64_t lda) : once(opaque(lda)), thrice(opaque(3 * lda)) {
+        for (int r = 0; r < ROWS; r += AT_ONCE) first[r / AT_ONCE] = opaque(a + r * lda);
+    }
+
+    INLINE const A* at(int row) const {
+        const int64_t distances[AT_ONCE] = {0, once, 2 * once, thrice};
+        return first[row / AT_ONCE] + distances[row % AT_ONCE];
+    }
+
+    INLINE void advance(int64_t elements) {
+        for (const A*& each : first) each += elements;
+    }
+
+  private:
+    // Hides where a value comes from: the compiler would compute every row's address of its own after all.
+    template <class V> static INLINE V opaque(V value) {
+        asm("" : "+r"(value));
+        return value;
+    }
+};
+
+// Adds the products with elements of A.
 template <int PART, int PARTS, int ROWS, int PANELS, class Words>
-INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t lda, const Words (&words)[PANELS]) {
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const RowPointers<float, ROWS>& a,
+                         const Words (&words)[PANELS]) {
     f32x16 factors[PANELS];
     for (int p = 0; p < PANELS; p++) factors[p] = part_of<PART>(words[p]);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-        const f32x16 element = splat(a[r * lda + PART]);
+        const f32x16 element = splat(a.at(r)[PART]);
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) sum[r][p] = fma16(element, factors[p], sum[r][p]);
     }
-    if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, lda, words);
+    if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, words);
 }
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -45,10 +74,11 @@ template <class H, class Words> INLINE Pair<H> add_pair(Pair<H> sum, int32_t pai
 }
 
 template <int PART, int PARTS, int ROWS, int PANELS>
-INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda, const u32x16 (&words)[PANELS]) {
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const RowPointers<bf16, ROWS>& a,
+                         const u32x16 (&words)[PANELS]) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-        const int32_t pair = load<int32_t>(a + r * lda);
+        const int32_t pair = load<int32_t>(a.at(r));
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) sum[r][p] = add_pair(sum[r][p], pair, words[p]);
     }

@@ -1,11 +1,12 @@
 """Time to first token of prompts that begin alike, one after the other, from servers that are running already.
 
-    python benchmarks/common_beginning.py chairlift=http://127.0.0.1:8000 llama.cpp=http://127.0.0.1:8080
+    python benchmarks/common_beginning.py chairlift=http://127.0.0.1:8000 llama.cpp=http://127.0.0.1:8080,PID
 
 Each server gets the same prompts, as token ids, through /v1/completions, and is asked for one token, so that the time
 of a reply is that to the first token. A round has a new beginning of each length, and a few prompts that go on from it
 in different ways. Who reuses the beginning answers the later ones sooner: models with recurrent states need a state at
-its very end for that. Servers take turns within a round; those that wait are idle. The last line is JSON.
+its very end for that. Servers take turns within a round. Those whose processes are named are stopped, with their
+children, while another has its turn: some spin while they wait for requests. The last line is JSON.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import statistics
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 from machine import parser_of, print_report
 
 _LIMIT_S = 600.0
@@ -26,20 +30,23 @@ _SETTLED = 2  # from the third prompt on
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is measured, and the name of its model."""
+    """A server that is measured, the name of its model, and the process that is stopped while others are measured."""
 
     name: str
     url: str
     model: str
+    process: psutil.Process | None
 
     @classmethod
     def find(cls, text: str) -> "Server":
-        """From `NAME=URL`. ValueError if it is not written so; OSError if nobody answers."""
-        name, is_pair, url = text.partition("=")
-        if not is_pair:
-            raise ValueError(f"{text!r} is no server: write NAME=URL")
+        """From `NAME=URL` or `NAME=URL,PID`. ValueError if it is not written so; OSError if nobody answers."""
+        name, is_pair, place = text.partition("=")
+        url, _, process = place.partition(",")
+        if not is_pair or (process and not process.isdecimal()):
+            raise ValueError(f"{text!r} is no server: write NAME=URL or NAME=URL,PID")
         with urllib.request.urlopen(f"{url}/v1/models", timeout=_LIMIT_S) as response:
-            return cls(name, url, json.load(response)["data"][0]["id"])
+            model = json.load(response)["data"][0]["id"]
+        return cls(name, url, model, psutil.Process(int(process)) if process else None)
 
     def ask(self, prompt: list[int]) -> "Reply":
         """Waits for the first token after a prompt."""
@@ -54,6 +61,23 @@ class Server:
         if usage["prompt_tokens"] != len(prompt):
             raise RuntimeError(f"{self.name} took {usage['prompt_tokens']} prompt tokens for {len(prompt)}")
         return Reply(seconds, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+
+    def processes(self) -> list[psutil.Process]:
+        """The named process and its children, or none."""
+        return [self.process, *self.process.children(recursive=True)] if self.process else []
+
+
+@contextmanager
+def stopped(servers: Sequence[Server]) -> Iterator[None]:
+    """Stops their processes meanwhile, as far as they are named."""
+    processes = [process for server in servers for process in server.processes()]
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +112,7 @@ def main() -> int:
     try:
         servers = [Server.find(each) for each in arguments.servers]
         results = measure(servers, arguments)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, psutil.Error) as error:
         print(f"common_beginning.py: {error}", file=sys.stderr)
         return 2
     for length, by_server in results.items():
@@ -112,8 +136,9 @@ def measure(servers: list[Server], arguments: argparse.Namespace) -> dict[int, d
             ]
             first = number % len(servers)
             for server in [*servers[first:], *servers[:first]]:
-                for place, prompt in enumerate(prompts):
-                    series[server.name].replies[place].append(server.ask(prompt))
+                with stopped([other for other in servers if other is not server]):
+                    for place, prompt in enumerate(prompts):
+                        series[server.name].replies[place].append(server.ask(prompt))
         results[length] = {name: each.summary() for name, each in series.items()}
     return results
 
@@ -128,7 +153,7 @@ def _median(replies: list[Reply]) -> float:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("servers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("servers", nargs="+", metavar="NAME=URL[,PID]")
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 500, 2000], help="tokens of the beginnings")
     parser.add_argument("--rest", type=int, default=50, help="tokens of each prompt after its beginning")
     parser.add_argument("--prompts", type=int, default=6, help="with the same beginning, at least three")

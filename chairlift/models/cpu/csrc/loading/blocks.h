@@ -129,6 +129,29 @@ struct Q8_0 {
     }
 };
 
+// Codes of a table, as in MXFP4.
+struct IQ4_NL {
+    static constexpr int NUMBER = 20, NUM_BYTES = 18, NUM_BITS = 4, NUM_GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
+        pair_halves(block + 2, 16, values);
+        static_cast<uint16_t*>(to.scales)[place] = load_bits(block);
+    }
+};
+
+struct MXFP4 {
+    static constexpr int NUMBER = 39, NUM_BYTES = 17, NUM_BITS = 4, NUM_GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
+        pair_halves(block + 1, 16, values);
+        static_cast<float*>(to.scales)[place] = power_of_two(block[0]);
+    }
+
+  private:
+    // 2^(exponent - 128): half of what the format means, as the table holds twice the numbers.
+    static float power_of_two(uint32_t exponent) {
+        return bit_cast<float>(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
+    }
+};
+
 struct Q4_K {
     static constexpr int NUMBER = 12, NUM_BYTES = 144, NUM_BITS = 4, NUM_GROUPS = SUPERBLOCK_GROUPS;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
@@ -219,5 +242,5 @@ bool unpack_kind(int number, const uint8_t* blocks, int64_t count, const Unpacke
 }
 
 inline bool unpack_blocks(int number, const uint8_t* blocks, int64_t count, const Unpacked& to) {
-    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K>(number, blocks, count, to);
+    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q4_K, Q5_K, Q6_K>(number, blocks, count, to);
 }

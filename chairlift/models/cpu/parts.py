@@ -49,7 +49,7 @@ def _arrays(packed: PackedMatrix) -> dict[str, torch.Tensor]:
 
 
 def _format_of(packed: PackedMatrix) -> tuple[object, ...]:
-    """What parts of one matrix have in common."""
+    """Returns what parts of one matrix have in common."""
     table = None if packed.table is None else packed.table.tolist()
     shapes = {name: (each.dtype, each.shape) for name, each in _arrays(packed).items()}
     return packed.num_bits, packed.depth, packed.group_size, packed.scales_per_step, table, shapes

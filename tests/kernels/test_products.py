@@ -62,7 +62,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_values_that_stand_for_numbers_become_these(tmp_path: Path) -> None:
-    path = write_model(make_checkpoint(tmp_path, seed=1, **SHAPE), tmp_path / "model.gguf", Kind.IQ4_NL)
+    path = write_model(make_checkpoint(tmp_path, seed=1, **SHAPE), tmp_path / "model.gguf", Kind.MXFP4)
     kept, plain = (load(path, DType.FLOAT16, keeps_groups=each) for each in (True, False))
     install_products(kept, lambda _: 1.0)
     assert error(logits(kept, 3), logits(plain, 3)) < 5e-3

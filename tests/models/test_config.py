@@ -232,7 +232,7 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
         *(({"dtype": name}, name) for name in ("float64", "int8", "elephant")),
         *(
             ({"quantization_config": {"quant_method": name, "bits": 4}}, f"quantized with {name}, which cannot be read")
-            for name in ("fp8", "bitsandbytes", "hqq")
+            for name in ("bitsandbytes", "hqq")
         ),
         *(({name: "many"}, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),

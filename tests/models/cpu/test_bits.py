@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.models.cpu.support import SHAPES, Format, cpu_bench, threads
+from tests.models.cpu.support import BFLOAT16, FLOAT32, SHAPES, Format, cpu_bench, threads
 from tests.support.forward_bench import Bench, Row, Step, logits_of, random_tokens, steps_around
 from tests.support.kernels import needs_kernels
 
@@ -49,6 +49,16 @@ def at_once(shape: str, number_format: Format, isa: str, sequence: list[int]) ->
 
 @pytest.mark.parametrize("shape", SOME_SHAPES)
 def test_chunks_company_slot_and_threads_make_no_difference(shape: str, isa: str, number_format: Format) -> None:
+    assert_equal_in_every_way(shape, isa, number_format)
+
+
+@pytest.mark.parametrize("number_format", [FLOAT32, BFLOAT16], ids=str)
+def test_nor_do_they_where_keys_and_values_are_packed_at_once(isa: str, number_format: Format) -> None:
+    assert_equal_in_every_way("keys and values with elements in common", isa, number_format)
+
+
+def assert_equal_in_every_way(shape: str, isa: str, number_format: Format) -> None:
+    """The sequence has the bits that it has at once."""
     rng = random.Random(2)
     sequence = random_tokens(rng, LENGTH)
     expected = at_once(shape, number_format, isa, sequence)

@@ -16,7 +16,7 @@ constexpr int MOST_HEADS = 8;        // key/value heads of a task; more than one
 
 template <class T> struct AttentionScratch {
     T* queries;     // by head, if there are few: one panel of queries, [head_dim / Pack][16][Pack]
-    T* keys;        // if there are many queries: panels of 16 keys, [CHUNK / 16][head_dim / Pack][16][Pack]
+    T* keys;        // if they are packed: panels of 16 keys, [CHUNK / 16][head_dim / Pack][16][Pack]
     T* values;      // panels of 16 elements: [heads * head_dim / 16][CHUNK / Pack][16][Pack]
     T* weights;     // few queries: by head, [16][CHUNK]; many: [QUERIES_AT_ONCE][CHUNK]
     float* scores;  // few queries: by head, [CHUNK][16]; many: [QUERIES_AT_ONCE][CHUNK]
@@ -29,6 +29,7 @@ template <class T> struct KvView {
     const T *keys, *values;  // of the first head
     int64_t stride;          // from token to token
     int num_heads, head_dim;
+    bool has_common;         // keys and values have elements in common, and there is one head
 };
 
 // The queries of a task to these heads, and the keys that they see.
@@ -47,12 +48,24 @@ struct Chunk {
     int depth() const { return int(pad(count, KEYS_PADDING)); }  // to which values are packed
 };
 
+// Packs keys and values that have elements in common, in one pass over a chunk: when a token's values are packed, its
+// keys have just been, so that elements which are both are read from the slot once and then from the first-level cache.
+template <class T>
+static void pack_common(const AttentionScratch<T>& scratch, const KvView<T>& view, const Chunk& chunk) {
+    const T *keys = view.keys + chunk.first * view.stride, *values = view.values + chunk.first * view.stride;
+    const int dim = view.head_dim, depth = chunk.depth();
+    for (int key = 0; key < depth; key += KEYS_AT_ONCE) {
+        pack_columns(keys + key * view.stride, view.stride, chunk.count - key, KEYS_AT_ONCE, dim,
+                     scratch.keys + key * dim);
+        pack_values(values, view.stride, chunk.count, {key, key + KEYS_AT_ONCE}, depth, 1, dim, scratch.values);
+    }
+}
+
 // Attention of few queries of each head to a chunk, whose values are packed. Keys are read token by token, all heads of
 // each, in the order of memory, and multiplied as they are.
 template <class T>
 static void attend_few(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
                        const Chunk& chunk, const SoftmaxState* states) {
-    constexpr int KEYS_AT_ONCE = 32;
     const int dim = view.head_dim, depth = chunk.depth();
     for (int key = 0; key < chunk.count; key += KEYS_AT_ONCE)
         for (int head = 0; head < view.num_heads; head++)
@@ -96,17 +109,21 @@ static void attend_chunk(const AttentionScratch<T>& scratch, const Queries<T>& q
                          const Chunk& chunk, const SoftmaxState* results) {
     const int dim = view.head_dim, depth = chunk.depth(), end = chunk.first + chunk.count;
     const SoftmaxState* states = results ? results : scratch.chunk;
-    pack_values(view.values + chunk.first * view.stride, view.stride, chunk.count, depth, view.num_heads, dim,
-                scratch.values);
-    if (queries.count <= FEW) attend_few(scratch, queries, view, chunk, states);
+    const bool is_few = queries.count <= FEW && !view.has_common;
+    if (view.has_common)
+        pack_common(scratch, view, chunk);
+    else
+        pack_values(view.values + chunk.first * view.stride, view.stride, chunk.count, {0, depth}, depth,
+                    view.num_heads, dim, scratch.values);
+    if (is_few) attend_few(scratch, queries, view, chunk, states);
     for (int head = 0; head < view.num_heads; head++) {
-        if (queries.count > FEW)
+        if (!is_few && !view.has_common)
             pack_columns(view.keys + chunk.first * view.stride + head * dim, view.stride, chunk.count, depth, dim,
                          scratch.keys);
         for (int q = 0; q < queries.count; q += QUERIES_AT_ONCE) {
             const int left = queries.count - q, count = left < QUERIES_AT_ONCE ? left : QUERIES_AT_ONCE;
             if (queries.mask.limits[q + count - 1] <= chunk.first || queries.mask.start(q) >= end) continue;  // unseen
-            if (queries.count > FEW) attend_many(scratch, queries, view, head, q, count, chunk, states[head]);
+            if (!is_few) attend_many(scratch, queries, view, head, q, count, chunk, states[head]);
             if (!results) merge(scratch.merged[head].from_query(q, dim), states[head], count, dim);
         }
     }

@@ -3,6 +3,9 @@
 
 #include "../product/product.h"
 
+// Tokens whose keys and values are read at a time: few enough for the first-level cache.
+constexpr int KEYS_AT_ONCE = 32;
+
 // The first `WORDS` words of at most 16 rows, `stride` elements apart -> as many lines of a panel, the rest zeros.
 template <int WORDS, class T> INLINE void pack_lines(const T* rows, int64_t stride, int n, T* lines) {
     u32x16 words[LANES] = {};
@@ -26,11 +29,17 @@ template <class T> static void pack_columns(const T* rows, int64_t stride, int n
     }
 }
 
-// Values of `n` tokens, `stride` elements apart -> panels of depth `depth` >= n, the rest zeros.
-INLINE void pack_values(const float* values, int64_t stride, int n, int depth, int num_heads, int head_dim,
-                        float* panels) {
+// Tokens of a chunk, by number: a multiple of KEYS_AT_ONCE.
+struct Tokens {
+    int begin, end;
+};
+
+// Values of these of `n` tokens, `stride` elements apart -> their lines of panels of depth `depth` >= n; those of tokens
+// from `n` on are zeros.
+INLINE void pack_values(const float* values, int64_t stride, int n, Tokens tokens, int depth, int num_heads,
+                        int head_dim, float* panels) {
     for (int d = 0; d < num_heads * head_dim; d += LANES)
-        for (int key = 0; key < depth; key++)
+        for (int key = tokens.begin; key < tokens.end; key++)
             store16(panels + d * depth + key * LANES, key < n ? load16(values + key * stride + d) : f32x16{});
 }
 
@@ -45,10 +54,10 @@ INLINE void pack_pair(const bf16* values, int64_t stride, int key, int n, bf16* 
 #if defined(__AVX512BW__)
 // The fast interleave of two rows orders 32 elements of a head as 0-3 8-11 16-19 24-27, then 4-7 12-15 20-23 28-31:
 // `restore_order` corrects the output, once for all keys. If 16 elements of a head are left, they keep their order.
-INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int num_heads, int head_dim,
-                        bf16* panels) {
-    constexpr int KEYS_AT_ONCE = 32;  // panels are 4 KB apart: few of them fit into the first-level cache at a time
-    for (int start = 0; start < depth; start += KEYS_AT_ONCE)
+INLINE void pack_values(const bf16* values, int64_t stride, int n, Tokens tokens, int depth, int num_heads,
+                        int head_dim, bf16* panels) {
+    // Panels are 4 KB apart: few of them fit into the first-level cache at a time.
+    for (int start = tokens.begin; start < tokens.end; start += KEYS_AT_ONCE)
         for (int begin = 0; begin < num_heads * head_dim; begin += head_dim) {
             int d = begin;
             for (; d + 2 * LANES <= begin + head_dim; d += 2 * LANES)
@@ -76,9 +85,9 @@ INLINE void restore_order(bf16, f32x16& first, f32x16& second) {
     second = shuffle<InterleavedQuarters<8>>(a, b);
 }
 #else
-INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int num_heads, int head_dim,
-                        bf16* panels) {
-    for (int key = 0; key < depth; key += 2)
+INLINE void pack_values(const bf16* values, int64_t stride, int n, Tokens tokens, int depth, int num_heads,
+                        int head_dim, bf16* panels) {
+    for (int key = tokens.begin; key < tokens.end; key += 2)
         for (int d = 0; d < num_heads * head_dim; d += LANES)
             pack_pair(values + key * stride + d, stride, key, n, panels + d * depth + key * LANES);
 }

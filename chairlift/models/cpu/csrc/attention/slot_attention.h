@@ -76,7 +76,8 @@ template <class T> struct SlotAttention {
         const int64_t start = slot * group.slot_stride + block.plane * group.plane_stride;
         const T* keys = static_cast<const T*>(group.blocks) + start + task.head * block.head_stride();
         const int64_t value_offset = block.num_common ? block.head_dim - block.num_common : group.value_offset;
-        return {keys, keys + value_offset, group.token_stride, task.num_heads, int(block.head_dim)};
+        return {keys, keys + value_offset, group.token_stride, task.num_heads, int(block.head_dim),
+                block.num_common != 0};
     }
 
     SoftmaxState state(const Task& task, int64_t chunk, int64_t head) const {

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a judge of vectors, of scores, of recurrent models and of mixtures, with the same GGUF files.
+"""llama.cpp's server as a judge of vectors, scores, recurrent models, mixtures and Gemmas, with the same GGUF files.
 
 It runs where `llama-server` is on the path, or where LLAMA_SERVER names it. Beside it lies `llama-quantize`, which
 writes files of Q4_K and MXFP4.
@@ -29,6 +29,8 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.smollm2 import find_smollm2
 from chairlift.prompt_work import Pooling
+from tests.parity.support import native_bench
+from tests.parity.test_gemmas import MODELS as GEMMAS
 from tests.support.checkpoints import SMALL, make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
 from tests.support.gguf_files import write_model
@@ -271,4 +273,23 @@ def test_models_are_as_near_as_llama_cpp_to_the_numbers_in_the_file(
     first, second = exact.topk(2).values.T
     is_clear = first - second > 8 * their_error.mean()
     assert is_clear.sum() >= 5
+    assert ours.argmax(-1)[is_clear].tolist() == torch.tensor(tokens)[is_clear].tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gemma 4 E4B", "gemma 4 12B", "gemma 4 26B-A4B"])
+def test_gemmas_whose_layers_differ_are_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    """But for its GELU, which it looks up in a table of float16."""
+    model = make_checkpoint(tmp_path, seed=3, max_position_embeddings=512, **GEMMAS[name])
+    file, (prompt,) = write_model(model, tmp_path / "model.gguf", tokenizer=add_words), random_prompts(4, [40])
+    exact = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
+    with llama_server(file, "--threads", "1", *exact) as url:
+        tokens, theirs = greedy_answer(url, prompt)
+    ours = native_bench(file).run([Row(1, [*prompt, *tokens[:-1]])])[0][-NUM_TOKENS:].log_softmax(-1)
+    ours[:, END_TOKEN] = theirs[:, END_TOKEN] = -torch.inf
+    differences = (ours - theirs)[:, [token for token in range(SMALL["vocab_size"]) if token != END_TOKEN]].abs()
+    assert differences.mean() < 1e-3
+    first, second = ours.topk(2).values.T
+    is_clear = first - second > 0.02
+    assert is_clear.sum() >= NUM_TOKENS // 2
     assert ours.argmax(-1)[is_clear].tolist() == torch.tensor(tokens)[is_clear].tolist()

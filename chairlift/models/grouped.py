@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import pad
 
+from chairlift.models import planes
 from chairlift.models.side_by_side import compute_each
 
 FLOAT8 = torch.float8_e4m3fn
@@ -21,15 +22,36 @@ _PARTS_OF_RANGE = (1.0, 0.94, 0.88)
 _LEAST_SHARE = 1e-3  # of the mean of its group: no input is left out altogether
 
 
+class _InPlanes(NamedTuple):
+    """Describes values whose bits are stored apart."""
+
+    group_size: int
+    zero: int  # the value that stands for 0
+    has_offsets: bool
+
+
+_IN_PLANES = {
+    3: _InPlanes(16, 4, has_offsets=False),
+    5: _InPlanes(32, 0, has_offsets=True),
+    6: _InPlanes(16, 32, has_offsets=False),
+}
+_FEW_BITS = 3  # values of which times a count of 6 bits make 8 at most
+BITS_IN_PLANES = tuple(_IN_PLANES)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A matrix `[out, in]` of integers, with a scale and perhaps an offset for each group of neighbours along `in`.
 
     An element is `scale * value + offset`, or with a table `scale * table[value] + offset`. Values of 8 bits are int8
     `[out, in]`, or float8 (e4m3). Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is
-    in the low half.
+    in the low half. Values of 3, 5 and 6 bits are uint8 `[out, in * bits / 8]` in planes (`planes.py`). Those of 5
+    bits, 0 to 31, have offsets. Those of 6 bits, 0 to 63, stand for 32 less, and those of 3 bits for 4 less; they have
+    no offsets, and 16 share a scale.
+
     Scales and offsets are `[out, in / group_size]`, of any floating dtype. With steps they are uint8, and stand for so
-    many times the step that they share with neighbours along `in`. Only 4 bits with offsets and no table have steps.
+    many times the step that they share with neighbours along `in`. Without offsets they are int8. Only 4 bits with
+    offsets and no table, and bits in planes have steps.
     """
 
     num_bits: int
@@ -41,17 +63,32 @@ class GroupedWeight:
     offset_steps: torch.Tensor | None = None  # likewise; both or neither
 
     def __post_init__(self) -> None:
-        if self.num_bits not in (4, 8):
-            raise ValueError(f"grouped weights have 4 or 8 bits, not {self.num_bits}")
+        if self.num_bits not in (4, 8, *BITS_IN_PLANES):
+            raise ValueError(f"grouped weights have 3, 4, 5, 6 or 8 bits, not {self.num_bits}")
         if self.table is not None and (self.num_bits != 4 or len(self.table) != _CODES):
             raise ValueError(f"a table is of the {_CODES} values of 4 bits")
         if self.scales.shape[1] < 1 or self.num_inputs % self.scales.shape[1]:
             raise ValueError(f"{self.num_inputs} inputs do not make {self.scales.shape[1]} groups of one size")
+        own = _IN_PLANES.get(self.num_bits)
+        if own is not None and (self.group_size, self.offsets is not None) != (own.group_size, own.has_offsets):
+            has = "and offsets" if own.has_offsets else "and no offsets"
+            raise ValueError(f"values of {self.num_bits} bits have a scale for {own.group_size} neighbours, {has}")
         if self.scale_steps is not None:
-            if self.offset_steps is None or self.offsets is None or self.num_bits != 4 or self.table is not None:
-                raise ValueError("steps are of the scales and offsets of 4 bits without a table")
-            if self.scale_steps.shape != self.offset_steps.shape or self.scales.shape[1] % self.scale_steps.shape[1]:
-                raise ValueError(f"{self.scales.shape[1]} scales do not make runs of one size that share a step")
+            self._check_steps(self.scale_steps)
+
+    def _check_steps(self, scale_steps: torch.Tensor) -> None:
+        has_them = self.is_in_planes or (self.num_bits == 4 and self.table is None and self.offsets is not None)
+        if not has_them or (self.offsets is None) != (self.offset_steps is None):
+            raise ValueError("steps are of the scales and offsets of 4 bits without a table, or in planes")
+        is_alike = self.offset_steps is None or self.offset_steps.shape == scale_steps.shape
+        scales_together = max(1, planes.GROUP_SIZE // self.group_size)  # those of a group that kernels multiply at once
+        if not is_alike or self.scales.shape[1] % (scale_steps.shape[1] * scales_together):
+            raise ValueError(f"{self.scales.shape[1]} scales do not make runs of one size that share a step")
+
+    @property
+    def is_in_planes(self) -> bool:
+        """True for values whose bits are stored apart: the kernels of CPUs multiply these, and no others."""
+        return self.num_bits in BITS_IN_PLANES
 
     @property
     def num_outputs(self) -> int:
@@ -59,7 +96,7 @@ class GroupedWeight:
 
     @property
     def num_inputs(self) -> int:
-        return self.values.shape[1] * (8 // self.num_bits)
+        return self.values.shape[1] * 8 // self.num_bits
 
     @property
     def is_float(self) -> bool:
@@ -84,10 +121,25 @@ class GroupedWeight:
 
     def without_steps(self) -> Self:
         """The same numbers, with scales and offsets in float32 if they had steps."""
-        if self.scale_steps is None or self.offset_steps is None or self.offsets is None:
+        if self.scale_steps is None:
             return self
-        scales, offsets = _times(self.scales, self.scale_steps), _times(self.offsets, self.offset_steps)
+        offsets = None
+        if self.offsets is not None and self.offset_steps is not None:
+            offsets = _times(self.offsets, self.offset_steps)
+        scales = _times(self.scales, self.scale_steps)
         return replace(self, scales=scales, offsets=offsets, scale_steps=None, offset_steps=None)
+
+    def regular(self) -> "GroupedWeight":
+        """The same numbers with 4 or 8 bits; 6 bits become the nearest of 255 steps in groups of 32.
+
+        So do 3 bits with counts of more than 6.
+        """
+        if not self.is_in_planes:
+            return self
+        num_rows = max(1, _ELEMENTS_AT_ONCE // self.num_inputs)
+        parts = [slice(start, start + num_rows) for start in range(0, self.num_outputs, num_rows)]
+        num_elements = self.num_outputs * self.num_inputs
+        return stack_rows(compute_each(lambda some: self.rows(some)._in_regular_groups(), parts, num_elements))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[out, in]`: computed in float32, then rounded once."""
@@ -98,13 +150,10 @@ class GroupedWeight:
             exact += plain.offsets.float()[..., None]
         return exact.flatten(1).to(dtype)
 
-    def widened(self) -> Self:
-        """The same numbers with values of 8 bits."""
-        return (
-            self
-            if self.num_bits == 8
-            else replace(self.without_steps(), num_bits=8, values=self._integers().to(torch.int8), table=None)
-        )
+    def widened(self) -> "GroupedWeight":
+        """The same numbers with values of 8 bits, as in `regular`."""
+        regular = self.regular()
+        return regular if regular.num_bits == 8 else self._in_bytes()
 
     def without_table(self) -> Self:
         """The same numbers, with those of 8 bits in place of values that stand for them."""
@@ -144,10 +193,31 @@ class GroupedWeight:
             offset_steps=arranged(self.offset_steps),
         )
 
+    def _in_regular_groups(self) -> "GroupedWeight":
+        if self.group_size == planes.GROUP_SIZE:
+            return self._in_bytes()
+        exact = self._times_counts() if self.num_bits == _FEW_BITS else None
+        return quantize(self.dequantize(), 8) if exact is None else exact
+
+    def _times_counts(self) -> Self | None:
+        """Multiplies values by the counts of their scales. None for counts that 8 bits do not suffice for."""
+        if self.scale_steps is None or int(self.scales.max()) > 31 or int(self.scales.min()) < -32:
+            return None
+        # -32 times -4 is the one product that 8 bits lack; its opposite they have.
+        products = self._integers().view(*self.scales.shape, -1) * -self.scales.float()[..., None]
+        num_groups = self.num_inputs // planes.GROUP_SIZE
+        scales = -self.scale_steps.repeat_interleave(num_groups // self.scale_steps.shape[1], dim=1)
+        return replace(self, num_bits=8, values=products.flatten(1).to(torch.int8), scales=scales, scale_steps=None)
+
+    def _in_bytes(self) -> Self:
+        return replace(self.without_steps(), num_bits=8, values=self._integers().to(torch.int8), table=None)
+
     def _integers(self) -> torch.Tensor:
         """float32 `[out, in]`"""
         if self.num_bits == 8:
             return self.values.float()
+        if self.is_in_planes:
+            return planes.joined(self.values, self.num_bits).float() - _IN_PLANES[self.num_bits].zero
         values = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
         return values.float() if self.table is None else self.table.float()[values.int()]
 
@@ -289,10 +359,13 @@ class GroupedParts:
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Stacks matrices, as for the projections of queries, keys and values. They must have one group size.
 
-    If they differ in bits, or in what these stand for, the result has 8. ValueError for group sizes that differ.
+    If they differ in bits, or in what these stand for, the result has 8, as in `regular`. ValueError for group sizes
+    that differ.
     """
     if len(weights) == 1:
         return weights[0]
+    if len({weight.num_bits for weight in weights}) > 1:
+        weights = [weight.regular() for weight in weights]
     if len({weight.group_size for weight in weights}) > 1:
         raise ValueError("matrices with groups of different sizes cannot be stacked")
     if len({weight.scales_per_step for weight in weights}) > 1:
@@ -308,5 +381,6 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     values, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("values", "scales"))
     steps: list[torch.Tensor | None] = [None, None]
     if weights[0].scale_steps is not None:
-        steps = [torch.cat([getattr(each, name) for each in weights]) for name in ("scale_steps", "offset_steps")]
+        both = ([getattr(each, name) for each in weights] for name in ("scale_steps", "offset_steps"))
+        steps = [None if each[0] is None else torch.cat(each) for each in both]
     return GroupedWeight(weights[0].num_bits, values, scales, offsets, weights[0].table, *steps)

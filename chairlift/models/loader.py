@@ -31,7 +31,7 @@ from chairlift.models.grouped import (
 )
 from chairlift.models.matching import listed, match_tensors, naming_tensor, read_tensor, refuse_differences
 from chairlift.models.side_by_side import compute_each
-from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, count_scale_bytes
+from chairlift.models.stored import GroupedSize, GroupFormat, SafetensorsWeights, WeightReader, stacked_format
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
@@ -78,7 +78,8 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
-                model.load_weight(name, _grouped_parts(reader, stored)().without_table().on(device).compacted())
+                read = _grouped_parts(reader, stored)()
+                model.load_weight(name, read.without_table().regular().on(device).compacted())
             elif keeps_groups and name in formats:
                 model.load_weight(name, _grouped_parts(reader, stored))
             elif reads_late and model.is_product(name):
@@ -216,10 +217,9 @@ def _formats_of(
     found = {}
     for name, stored in parts.items():
         formats = _groups_in(reader, stored)
-        sizes = {each.group_size for each in formats}
-        is_whole = len(formats) == len(stored) and len(sizes) == 1 and not any(size % GROUP_ALIGNMENT for size in sizes)
         is_multiplied = is_on_gpu or not any(each.is_float for each in formats)
-        if is_whole and is_multiplied and model.can_keep_groups(name, is_on_gpu=is_on_gpu):
+        is_kept = len(formats) == len(stored) and is_multiplied and model.can_keep_groups(name, is_on_gpu=is_on_gpu)
+        if is_kept and stacked_format(formats, is_on_gpu=is_on_gpu) is not None:
             found[name] = formats
     return found
 
@@ -267,9 +267,8 @@ def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is
         size = (shape := model.get_parameter(name).shape).numel()
         num_parameters += size
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
-        # The widest of each, since they are stacked.
-        num_bytes += size * max(each.bits_in_memory(is_on_gpu=is_on_gpu) for each in stored) // 8
-        num_bytes += count_scale_bytes(stored, size // stored[0].group_size, is_on_gpu=is_on_gpu)
+        if (stacked := stacked_format(stored, is_on_gpu=is_on_gpu)) is not None:
+            num_bytes += stacked.num_bytes(size, is_on_gpu=is_on_gpu)
     return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from chairlift.errors import CheckpointError, named
 from chairlift.models.file_bytes import FileBytes
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import BITS_IN_PLANES, GROUP_ALIGNMENT, GroupedWeight
 from chairlift.models.safetensors_header import TensorPlace, read_places
 
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
@@ -36,20 +36,49 @@ class GroupFormat:
         return 8 if is_on_gpu and self.has_table else self.num_bits
 
     @property
-    def num_scales(self) -> int:
-        """Counts the scale and the offset of a group."""
-        return 1 + self.has_offsets
+    def is_in_planes(self) -> bool:
+        """See `GroupedWeight`."""
+        return self.num_bits in BITS_IN_PLANES
+
+    @property
+    def can_be_multiplied(self) -> bool:
+        """True if kernels have products with such groups."""
+        return self.is_in_planes or self.group_size % GROUP_ALIGNMENT == 0
+
+    def regular(self) -> "GroupFormat":
+        """Describes what `GroupedWeight.regular` makes of it."""
+        return GroupFormat(8, GROUP_ALIGNMENT, self.scale_bytes, self.has_offsets) if self.is_in_planes else self
+
+    def num_bytes(self, num_elements: int, *, is_on_gpu: bool) -> int:
+        """Counts the memory of so many weights."""
+        num_values = num_elements * self.bits_in_memory(is_on_gpu=is_on_gpu) // 8
+        num_scales = num_elements // self.group_size * (1 + self.has_offsets)
+        if is_on_gpu:
+            return num_values + num_scales * self.scale_bytes
+        if not self.scales_per_step:
+            return num_values + num_scales * _NATIVE_SCALE_BYTES
+        return num_values + num_scales + num_scales // self.scales_per_step * _NATIVE_SCALE_BYTES
 
 
-def count_scale_bytes(formats: Sequence[GroupFormat], num_groups: int, *, is_on_gpu: bool) -> int:
-    """Counts the bytes of scales and offsets when matrices of these formats are stacked: the widest of each."""
-    num_scales = num_groups * max(each.num_scales for each in formats)
-    if is_on_gpu:
-        return num_scales * max(each.scale_bytes for each in formats)
+def stacked_format(formats: Sequence[GroupFormat], *, is_on_gpu: bool) -> GroupFormat | None:
+    """Returns the format of matrices that are stacked, as `stack_rows` does it: the widest of each.
+
+    None if no kernel multiplies them.
+    """
+    if is_on_gpu or len({each.num_bits for each in formats}) > 1:
+        formats = [each.regular() for each in formats]
+    if len({each.group_size for each in formats}) != 1 or not formats[0].can_be_multiplied:
+        return None
     runs = {each.scales_per_step for each in formats}
-    if runs == {0} or len(runs) > 1:
-        return num_scales * _NATIVE_SCALE_BYTES
-    return num_scales + num_scales // runs.pop() * _NATIVE_SCALE_BYTES
+    return GroupFormat(
+        max(each.num_bits for each in formats),
+        formats[0].group_size,
+        max(each.scale_bytes for each in formats),
+        any(each.has_offsets for each in formats),
+        runs.pop() if len(runs) == 1 else 0,
+        is_float=any(each.is_float for each in formats),
+        has_table=any(each.has_table for each in formats),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,65 @@ def test_stacked_matrices_keep_steps_if_all_have_them(other: GroupedWeight, per_
     assert torch.equal(both.dequantize(), torch.cat((STEPPED.dequantize(), other.dequantize())))
 
 
+def in_planes(values: list[int], num_bits: int) -> torch.Tensor:
+    """uint8 `[1, n * num_bits / 8]`, place by place."""
+    stored = []
+    for start in range(0, len(values), 32):
+        words = [values[at : at + 4] for at in range(start, start + 32, 4)]
+        for width, shift in ((4, 0), (num_bits - 4, 4)):
+            sharing = 8 // width
+            for first in range(0, 8, sharing):
+                together = words[first : first + sharing]
+                for place in range(4):
+                    fields = [word[place] >> shift & 2**width - 1 for word in together]
+                    stored.append(sum(field << width * i for i, field in enumerate(fields)))
+    return torch.tensor([stored], dtype=torch.uint8)
+
+
+def six_bits(num_steps: int) -> GroupedWeight:
+    counts = torch.tensor([[1, -2, 127, -128]], dtype=torch.int8)
+    steps = torch.tensor([[0.5, 2.0, 0.25, 4.0]], dtype=torch.float16)[:, :num_steps]
+    return GroupedWeight(6, in_planes(list(range(64)), 6), counts, scale_steps=steps)
+
+
+def test_values_of_6_bits_stand_for_32_less_and_16_share_a_scale() -> None:
+    weight = six_bits(2)
+    assert (weight.num_outputs, weight.num_inputs, weight.group_size, weight.scales_per_step) == (1, 64, 16, 2)
+    scales = torch.tensor([0.5, -1.0, 254.0, -256.0]).repeat_interleave(16)
+    assert torch.equal(weight.dequantize()[0], (torch.arange(64) - 32) * scales)
+    assert weight.num_bytes == 48 + 4 + 4
+
+
+def test_6_bits_become_8_where_kernels_know_no_other_and_beside_others() -> None:
+    exact = six_bits(2).dequantize()
+    for weight in (six_bits(2).regular(), six_bits(2).widened()):
+        assert (weight.num_bits, weight.group_size) == (8, 32)
+        assert torch.equal(weight.values, quantize(exact, 8).values)
+    other = GroupedWeight(8, torch.ones(1, 64, dtype=torch.int8), torch.ones(1, 2))
+    both = stack_rows([six_bits(2), other])
+    assert (both.num_bits, both.group_size, both.offsets) == (8, 32, None)
+    assert torch.equal(both.dequantize()[1:], torch.ones(1, 64))
+    assert torch.equal(stack_rows([six_bits(2), six_bits(2)]).dequantize(), torch.cat((exact, exact)))
+
+
+def test_values_of_5_bits_have_offsets_and_lose_nothing_in_8() -> None:
+    counts = torch.tensor([[3, 0]], dtype=torch.uint8), torch.tensor([[1, 63]], dtype=torch.uint8)
+    steps = torch.tensor([[0.5]], dtype=torch.float16), torch.tensor([[-2.0]], dtype=torch.float16)
+    weight = GroupedWeight(5, in_planes([*range(32), *range(32)], 5), *counts, None, *steps)
+    exact = torch.cat((torch.arange(32) * 1.5 - 2, torch.full((32,), -126.0)))
+    assert torch.equal(weight.dequantize()[0], exact)
+    regular = weight.regular()
+    assert (regular.num_bits, regular.group_size) == (8, 32)
+    assert torch.equal(regular.dequantize()[0], exact)
+
+
+def test_6_bits_in_groups_that_kernels_do_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 scales do not make runs of one size"):
+        six_bits(4)
+    with pytest.raises(ValueError, match="values of 6 bits have a scale for 16 neighbours, and no offsets"):
+        GroupedWeight(6, in_planes([0] * 64, 6), torch.ones(1, 2))
+
+
 def test_steps_that_are_not_of_4_bits_with_offsets_are_refused() -> None:
     values, counts = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 3, dtype=torch.uint8)
     steps = torch.ones(2, 1, dtype=torch.float16)
@@ -116,8 +175,8 @@ def test_steps_that_are_not_of_4_bits_with_offsets_are_refused() -> None:
 
 def test_what_makes_no_matrix_is_refused() -> None:
     values, scales = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 4)
-    with pytest.raises(ValueError, match="4 or 8 bits, not 5"):
-        GroupedWeight(5, values, scales)
+    with pytest.raises(ValueError, match="3, 4, 5, 6 or 8 bits, not 7"):
+        GroupedWeight(7, values, scales)
     with pytest.raises(ValueError, match="6 inputs do not make 4 groups of one size"):
         GroupedWeight(8, values, scales)
     with pytest.raises(ValueError, match="groups of different sizes cannot be stacked"):

@@ -5,8 +5,8 @@ of one output) are transposed: word k of all 16 outputs, then word k + 1. So seq
 dot-product instructions take. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
 Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits with 128 added; with 4 bits, words 2 k and
-2 k + 1 are the low and high halves of one. A table says what halves stand for, if not for themselves. Their scales and
-offsets are transposed likewise.
+2 k + 1 are the low and high halves of one. A table says what halves stand for, if not for themselves. 3, 5 and 6 bits
+are in planes before, too. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
 first in both halves (`blocks/head_orders.py`), and the angle of the others is 0. If a half is no multiple of 16, the
@@ -28,6 +28,8 @@ from chairlift.models.side_by_side import compute_each, elements_of_part
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
+_CHANGES = {4: Change.FOLD_HALVES, 8: Change.TO_UNSIGNED}  # of values; those in planes stand as they are
+_UNITS = {3: 1 / 8, 4: 1 / 16}  # the kernels see multiples of these values
 _ZERO_OF_4_BITS = 8  # the value that represents 0 in a matrix without offsets
 _OFFSET_OF_BYTE = -240.0  # units of an offset per step of its byte
 
@@ -42,9 +44,9 @@ class PackedMatrix:
     bias: torch.Tensor | None  # float32 [padded out]
     num_bits: int
     group_size: int = 0
-    scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units or steps
+    scales: torch.Tensor | None = None  # float16 or bytes [padded out / 16, depth / group_size, 16], in units or steps
     offsets: torch.Tensor | None = None  # likewise
-    steps: torch.Tensor | None = None  # float16 [padded out / 16, 2 runs, 16], of a run's scales, then of its offsets
+    steps: torch.Tensor | None = None  # float16 [padded out / 16, runs, 16], or 2 runs: of scales, then of offsets
     scales_per_step: int = 0
     units: torch.Tensor | None = None  # float32 [padded out]
     table: torch.Tensor | None = None  # uint8 [16]: bytes that values of 4 bits stand for
@@ -66,12 +68,14 @@ def pack_grouped(
     `has_byte_scales`: they fit into bytes, as those of `quantize` with 4 bits do. ValueError for groups that are no
     multiple of 32.
     """
+    if weight.scale_steps is not None and weight.group_size <= GROUP_ALIGNMENT:
+        return _pack_with_steps(weight, weight.scale_steps, bias)
+    weight = weight.regular()
     if weight.group_size % GROUP_ALIGNMENT:
         raise ValueError(f"the kernels multiply groups of 32, 64, 96, ... weights, not of {weight.group_size}")
     if weight.table is not None and weight.offsets is not None:
         weight = weight.widened()
-    if weight.scale_steps is not None and weight.offset_steps is not None:
-        return _pack_with_steps(weight, torch.stack((weight.scale_steps, weight.offset_steps), dim=2), bias)
+    weight = weight.without_steps()
     scales = weight.scales.float()
     offsets = None if weight.offsets is None else weight.offsets.float()
     if weight.num_bits == 4 and weight.table is None:
@@ -101,20 +105,22 @@ def _values_of(
 ) -> tuple[torch.Tensor, int, int, torch.Tensor | None, int, int]:
     """Returns the first fields of a packed matrix, which do not depend on how scales are kept."""
     sizes = weight.num_bits, weight.group_size
-    change = Change.TO_UNSIGNED if weight.num_bits == 8 else Change.FOLD_HALVES
+    change = _CHANGES.get(weight.num_bits, Change.NONE)
     return _panels(weight.values, change), weight.num_outputs, weight.num_inputs, _bias(bias), *sizes
 
 
 def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
-    """Packs a matrix as it is. `steps`: float16 `[out, runs, 2]`, of scales and offsets."""
-    assert weight.offsets is not None, "a matrix with steps has offsets"
+    """Packs a matrix as it is. `steps`: float16 `[out, runs]`, of scales."""
+    if weight.offset_steps is not None:
+        steps = torch.stack((steps, weight.offset_steps), dim=2).flatten(1)
+    unit = _UNITS.get(weight.num_bits, 1.0)
     return PackedMatrix(
         *_values_of(weight, bias),
         _by_panel(weight.scales),
-        _by_panel(weight.offsets),
-        _by_panel(steps.flatten(1)),
+        None if weight.offsets is None else _by_panel(weight.offsets),
+        _by_panel(steps),
         weight.scales_per_step,
-        pad_rows(torch.full((weight.num_outputs,), 1 / 16), LANES),  # the kernels see 16 times the value
+        pad_rows(torch.full((weight.num_outputs,), unit), LANES),
     )
 
 

@@ -1,9 +1,9 @@
 """Reads the tensors of a GGUF file: plain numbers, or blocks of 32 or 256 neighbours that share scales.
 
-Blocks become weights in groups of 32. Their layouts are those of ggml
+Blocks become weights in groups of 32 or 16. Their layouts are those of ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A decoder takes blocks as uint8 `[n, bytes]` and
-returns groups: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4 bits), scales and offsets
-`[n, elements / 32]`, and the steps of these `[n, 1]` if it has some.
+returns groups: values `[n, elements]` (`[n, elements * bits / 8]` bytes if not of 8 bits), scales and offsets
+`[n, elements / group size]`, and the steps of these `[n, 1]` if it has some.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chairlift.models import mxfp4
+from chairlift.models import mxfp4, planes
 from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.gguf.kinds import Kind
@@ -69,6 +69,14 @@ class _Blocks:
     has_offsets: bool = False
     table: torch.Tensor | None = None
     has_steps: bool = False  # scales and offsets are counts of a step for each block
+    group_size: int = GROUP_SIZE
+
+    @property
+    def stored_scale_dtype(self) -> torch.dtype:
+        """Of scales and offsets, or of counts, which have a sign where there are no offsets."""
+        if not self.has_steps:
+            return self.scale_dtype
+        return torch.uint8 if self.has_offsets else torch.int8
 
 
 def format_of(kind: Kind) -> GroupFormat | None:
@@ -76,11 +84,12 @@ def format_of(kind: Kind) -> GroupFormat | None:
     if kind in PLAIN:
         return None
     blocks = _BLOCKS[kind]
-    scales_per_step = kind.block.num_elements // GROUP_SIZE if blocks.has_steps else 0
+    size, scale_bytes = blocks.group_size, blocks.scale_dtype.itemsize
+    scales_per_step = kind.block.num_elements // size if blocks.has_steps else 0
     return GroupFormat(
         blocks.num_bits,
-        GROUP_SIZE,
-        blocks.scale_dtype.itemsize,
+        size,
+        scale_bytes,
         blocks.has_offsets,
         scales_per_step,
         has_table=blocks.table is not None,
@@ -99,16 +108,16 @@ def _read_groups(file: FileBytes, info: TensorInfo, unpacker: Unpacker | None) -
     """Reads a matrix of blocks, some rows at a time."""
     blocks, block = _BLOCKS[info.kind], info.kind.block
     num_outputs, num_inputs = info.shape
-    num_groups, num_steps = num_inputs // GROUP_SIZE, num_inputs // block.num_elements
-    scale_dtype = torch.uint8 if blocks.has_steps else blocks.scale_dtype
+    num_groups, num_steps = num_inputs // blocks.group_size, num_inputs // block.num_elements
+    scale_dtype = blocks.stored_scale_dtype
     rows = Groups(
         torch.empty(
-            num_outputs, num_inputs * blocks.num_bits // 8, dtype=torch.uint8 if blocks.num_bits == 4 else torch.int8
+            num_outputs, num_inputs * blocks.num_bits // 8, dtype=torch.int8 if blocks.num_bits == 8 else torch.uint8
         ),
         torch.empty(num_outputs, num_groups, dtype=scale_dtype),
         torch.empty(num_outputs, num_groups, dtype=scale_dtype) if blocks.has_offsets else None,
         torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
-        torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps else None,
+        torch.empty(num_outputs, num_steps, dtype=torch.float16) if blocks.has_steps and blocks.has_offsets else None,
     )
     unpack = unpacker.unpack if unpacker is not None and info.kind in unpacker.kinds else None
     num_at_once = _ELEMENTS_AT_ONCE if unpack is None else elements_of_part(num_outputs * num_inputs)
@@ -135,6 +144,11 @@ def _read_groups(file: FileBytes, info: TensorInfo, unpacker: Unpacker | None) -
 def _halves(stored: torch.Tensor) -> torch.Tensor:
     """uint8 `[n, 2 k]` -> float16 `[n, k]`"""
     return stored.contiguous().view(torch.float16)
+
+
+def _words(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[n, 4 k]` -> int32 `[n, k]`"""
+    return stored.contiguous().view(torch.int32)
 
 
 def _nibbles(stored: torch.Tensor) -> torch.Tensor:
@@ -194,11 +208,11 @@ def _decode_q4_k(blocks: torch.Tensor) -> Groups:
 
 
 def _decode_q5_k(blocks: torch.Tensor) -> Groups:
-    fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8 groups, 32]
-    values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
+    low = planes.paired(_words(blocks[:, 48:]).view(-1, 1, 8)).view(-1, 8, 4)  # each 32 bytes: one group, then the next
+    fifth = planes.exchanged(_words(blocks[:, 16:48]), 1)  # [n, 8]
+    values = torch.cat((low, fifth[..., None]), dim=-1).view(len(blocks), -1)
     scales, minima = _k_counts(blocks)
-    offsets = -_halves(blocks[:, 2:4]).float() * minima
-    return Groups(values.view(torch.int8), _halves(blocks[:, :2]).float() * scales, offsets)
+    return Groups(values.view(torch.uint8), scales, minima, _halves(blocks[:, :2]), -_halves(blocks[:, 2:4]))
 
 
 def _k_counts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,16 +224,11 @@ def _k_counts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decode_q6_k(blocks: torch.Tensor) -> Groups:
-    """16 neighbours share a scale: in groups of 32 they are rounded to 255 steps, with nearly the same error."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
-    high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3
-    values = (low | high.view(-1, 8, 32) << 4).view(torch.int8) - 32
-    scales = _halves(blocks[:, 208:]).float() * blocks[:, 192:208].view(torch.int8)  # [n, 16]
-    largest = values.view(-1, 16, 16).abs().amax(dim=-1) * scales.abs()
-    steps = _steps(largest)
-    ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
-    return Groups(nearest.to(torch.int8), steps)
+    """16 neighbours share a scale, a count of 8 bits. Each half of a block has four groups of 32."""
+    low = planes.paired(_words(blocks[:, :128]).view(-1, 2, 8))  # [2 n, 2, 2, 4]
+    high = planes.exchanged(_words(blocks[:, 128:192]).view(-1, 2, 4), 2).transpose(1, 2)  # [2 n, 4, 2]
+    values = torch.cat((low.flatten(1, 2), high), dim=-1).view(len(blocks), -1)
+    return Groups(values.view(torch.uint8), blocks[:, 192:208].view(torch.int8), None, _halves(blocks[:, 208:]))
 
 
 def _steps(largest: torch.Tensor) -> torch.Tensor:
@@ -241,16 +250,14 @@ def _decode_q2_k(blocks: torch.Tensor) -> Groups:
 
 
 def _decode_q3_k(blocks: torch.Tensor) -> Groups:
-    """The scale of 16 neighbours is a small integer times the block's: as 8 bits its product with a value is exact."""
-    low = (blocks[:, 32:96].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
-    high = (blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [n, 8, 32]
-    values = low.view(-1, 8, 32).view(torch.int8) - 4 + (high << 2).view(torch.int8)
+    """16 neighbours share a scale, a count of 6 bits."""
+    low = planes.exchanged(_words(blocks[:, 32:96]).view(-1, 2, 4), 2).transpose(1, 2).reshape(-1, 8, 2)
+    high = planes.exchanged(_words(blocks[:, :32]), 1)  # [n, 8]
+    values = torch.cat((low, high[..., None]), dim=-1).view(len(blocks), -1)
     lowest = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), dim=1)
     highest = torch.cat([(blocks[:, 104:108] >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
     scales = (lowest | highest << 4).view(torch.int8) - 32  # [n, 16]
-    # -32 times -4 is the one product that 8 bits lack; its opposite they have.
-    products = values.view(-1, 16, 16) * -scales[..., None]
-    return Groups(products.flatten(1), -_halves(blocks[:, 108:]).expand(-1, 8))
+    return Groups(values.view(torch.uint8), scales, None, _halves(blocks[:, 108:]))
 
 
 def _decode_iq4_nl(blocks: torch.Tensor) -> Groups:
@@ -276,10 +283,10 @@ _BLOCKS = {
     Kind.Q5_0: _Blocks(_decode_q5_0, 8),
     Kind.Q5_1: _Blocks(_decode_q5_1, 8, has_offsets=True),
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True, has_steps=True),
-    Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
-    Kind.Q6_K: _Blocks(_decode_q6_k, 8),
+    Kind.Q5_K: _Blocks(_decode_q5_k, 5, torch.float32, has_offsets=True, has_steps=True),
+    Kind.Q6_K: _Blocks(_decode_q6_k, 6, has_steps=True, group_size=16),
     Kind.Q2_K: _Blocks(_decode_q2_k, 8),
-    Kind.Q3_K: _Blocks(_decode_q3_k, 8),
+    Kind.Q3_K: _Blocks(_decode_q3_k, 3, has_steps=True, group_size=16),
     Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),
     Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 4, torch.float32, table=_IQ4_TABLE),
     Kind.MXFP4: _Blocks(_decode_mxfp4, 4, torch.float32, table=mxfp4.TABLE),

@@ -33,8 +33,11 @@ FORMATS = {  # bits, group size, whether there are offsets
     "MXFP4": (4, 32, False),
     "groups of 64 by a table": (4, 64, False),
     "Q4_K": (4, 32, True),
+    "Q3_K": (3, 16, False),
+    "Q5_K": (5, 32, True),
+    "Q6_K": (6, 16, False),
 }
-SCALES_PER_STEP = {"Q4_K": 2}  # of 8 in files
+SCALES_PER_STEP = {"Q3_K": 4, "Q4_K": 2, "Q5_K": 3, "Q6_K": 4}  # 8 or 16 in files
 TABLES = {
     "MXFP4": mxfp4.TABLE,
     "groups of 64 by a table": torch.arange(-128, 128, 17, dtype=torch.int8),
@@ -51,7 +54,10 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
         counts = [torch.randint(0, 64, shape, generator=generator, dtype=torch.uint8) for _ in range(2)]
         shape = VOCAB, shape[1] // SCALES_PER_STEP[name]
         steps = [torch.randn(shape, generator=generator).exp().half() for _ in range(2)]
-        return GroupedWeight(4, values, counts[0], counts[1], scale_steps=steps[0], offset_steps=-steps[1])
+        if not has_offsets:
+            signed = counts[0].view(torch.int8) * 4 - 128
+            return GroupedWeight(num_bits, values, signed, scale_steps=steps[0])
+        return GroupedWeight(num_bits, values, counts[0], counts[1], scale_steps=steps[0], offset_steps=-steps[1])
     scales = torch.randn(shape, generator=generator).exp().half()
     offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
     if num_bits == 8:

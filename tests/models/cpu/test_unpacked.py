@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from chairlift.models import planes
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack_grouped
 from tests.models.cpu import conftest, support
 from tests.models.cpu.test_products import FORMATS, VOCAB, decoder, random_rows, random_weight
@@ -28,6 +29,8 @@ def stored_bytes(matrix: PackedMatrix) -> torch.Tensor:
     rows = words.reshape(len(words) * LANES, -1)
     if matrix.num_bits == 8:
         return rows.float()
+    if matrix.num_bits != 4:
+        return planes.joined(rows, matrix.num_bits).float() * (8 if matrix.num_bits == 3 else 1)
     halves = rows.view(len(rows), -1, 1, 4)  # words 2 k, then 2 k + 1
     values = torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)
     return (values << 4).float() if matrix.table is None else matrix.table[values.int()].float()
@@ -39,15 +42,18 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
     scales, offsets = matrix.scales.float(), torch.zeros(1) if matrix.offsets is None else matrix.offsets.float()
     if matrix.steps is not None:
         steps = matrix.steps.float().repeat_interleave(matrix.scales_per_step, dim=1)
-        both = steps.view(len(steps), -1, 2, matrix.scales_per_step, LANES).transpose(2, 3).flatten(1, 2)
-        scales, offsets = scales * both[:, :, 0], offsets * (16 * both[:, :, 1])
+        num_steps = 1 if matrix.offsets is None else 2
+        both = steps.view(len(steps), -1, num_steps, matrix.scales_per_step, LANES).transpose(2, 3).flatten(1, 2)
+        scales, offsets = scales * both[:, :, 0], offsets * ((16 if matrix.num_bits == 4 else 1) * both[:, :, -1])
     is_around_zero = matrix.num_bits == 8 or matrix.offsets is None
-    offsets = offsets + scales * -(256.0 + 128 * is_around_zero)
+    offsets = offsets + scales * -(256.0 + (32 if matrix.num_bits in (3, 6) else 128) * is_around_zero)
 
     def by_element(each: torch.Tensor) -> torch.Tensor:
         return each.transpose(1, 2).flatten(0, 1).repeat_interleave(matrix.group_size, dim=1)
 
-    return (by_element(256 * scales) * (1 + stored_bytes(matrix) / 256) + by_element(offsets)).bfloat16()
+    # In float64, since products are added before they are rounded.
+    products = by_element(256 * scales).double() * (1 + stored_bytes(matrix) / 256)
+    return (products + by_element(offsets)).float().bfloat16()
 
 
 def multiplied_in_tiles(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

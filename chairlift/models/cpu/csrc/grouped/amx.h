@@ -11,8 +11,7 @@ constexpr int FEWEST_TILED_ROWS = 8;
 // are the same, and so the result is the same, bit for bit.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
 INLINE void add_tiled(const Group* groups, int rows, const u32_register (&words)[PANELS][GROUP_WORDS],
-                      const f32_register (&scales)[PANELS], const f32_register (&offsets)[PANELS], float* c,
-                      int64_t ldc) {
+                      const ScaleRegisters<PANELS, 1>& by, float* c, int64_t ldc) {
     constexpr int64_t STRIDE = PANELS * LANES * sizeof(int32_t);
     alignas(64) int32_t dots[32][PANELS * LANES];
     u32_register lines[PANELS][GROUP_WORDS];  // a copy, so that fewer rows can keep their words in registers
@@ -45,8 +44,9 @@ INLINE void add_tiled(const Group* groups, int rows, const u32_register (&words)
     finish_stores();
     for (int r = 0; r < rows; r++) {
         const i32x16 shift = (IS_AROUND_ZERO<BITS, HAS_OFFSETS> ? groups[r].shift : START) - i32x16{};
-        for (int p = 0; p < PANELS; p++)
-            add_scaled<HAS_OFFSETS>(groups[r], load<i32x16>(dots[r] + p * LANES) + shift, scales[p], offsets[p],
-                                    c + r * ldc + p * LANES);
+        for (int p = 0; p < PANELS; p++) {
+            const i32x16 shifted[1] = {load<i32x16>(dots[r] + p * LANES) + shift};
+            add_scaled<HAS_OFFSETS>(groups[r], shifted, by.scales[p], by.offsets[p], c + r * ldc + p * LANES);
+        }
     }
 }

@@ -26,20 +26,35 @@ INLINE Bytes with_sign_of(Bytes values, Bytes weights) { return _mm256_sign_epi8
 #endif
 typedef int16_t Words16 __attribute__((vector_size(sizeof(Bytes))));
 
-template <int BITS>
-INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[1]) {
+// The products with `WORDS` words from one on. With fewer than 8 bits, 16 bits hold the sum of some of them.
+template <int BITS, int WORDS>
+INLINE i32_register multiply_words(const Group* group, const u32_register (&b)[GROUP_WORDS], int first) {
+    [[maybe_unused]] constexpr int TOGETHER = BITS > 4 ? GROUP_WORDS >> (BITS - 4) : GROUP_WORDS;
     i32_register sum{};
     Words16 pairs{};
 #pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++) {
-        const Bytes values = broadcast(load<int32_t>(group->values + 4 * w)), weights = bit_cast<Bytes>(b[w]);
-        if (BITS == 4)
-            pairs += bit_cast<Words16>(pairs_of(weights, values));
-        else
+    for (int w = 0; w < WORDS; w++) {
+        const Bytes values = broadcast(load<int32_t>(group->values + 4 * (first + w)));
+        const Bytes weights = bit_cast<Bytes>(b[first + w]);
+        if constexpr (BITS == 8) {
             sum += bit_cast<i32_register>(
                 sums_of_pairs(pairs_of(magnitudes(weights), with_sign_of(values, weights)), 1));
+        } else {
+            pairs += bit_cast<Words16>(pairs_of(weights, values));
+            if ((w + 1) % TOGETHER && w + 1 < WORDS) continue;
+            sum += bit_cast<i32_register>(sums_of_pairs(bit_cast<Bytes>(pairs), BITS == 4 ? 16 : 1));
+            pairs = Words16{};
+        }
     }
-    dots[0] = BITS == 4 ? bit_cast<i32_register>(sums_of_pairs(bit_cast<Bytes>(pairs), 16)) : sum;
+    return sum;
+}
+
+template <int BITS, int SCALES>
+INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS],
+                              i32_register (&dots)[1][SCALES]) {
+    constexpr int WORDS = GROUP_WORDS / SCALES;
+    dots[0][0] = multiply_words<BITS, WORDS>(group, b, 0);
+    if (SCALES > 1) dots[0][SCALES - 1] = multiply_words<BITS, WORDS>(group, b, GROUP_WORDS - WORDS);
 }
 
 INLINE void arrange(u32_register (&)[GROUP_WORDS]) {}

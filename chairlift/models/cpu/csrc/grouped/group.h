@@ -1,5 +1,7 @@
 // Groups of a row: 32 neighbours along the depth as integers of 8 bits with a scale, whatever the weights' groups are.
 //
+// Weights may have two scales for a group. Then the products of each half with them are scaled apart.
+//
 // A group with a number far larger than the others of its row loses more than all other groups. So there the rounding
 // errors, the group's residual, are a group with a scale of its own, and are multiplied as well.
 #pragma once
@@ -8,7 +10,8 @@
 
 constexpr int GROUP = 32;
 constexpr int GROUP_WORDS = GROUP / 4;
-constexpr int32_t ZERO = 128;  // the byte of a weight that represents 0
+constexpr int32_t ZERO = 128;     // the byte of a weight that represents 0
+constexpr int32_t HALF_ZERO = 32;  // likewise, of weights with a scale for each half of a group
 
 // What sums of a group start from: the bits of 1.5 * 2^23. An integer up to 2^22 that is added to them is added to the
 // float as well, so the sum's bits are a float already. With signed bytes, sums start from 0.
@@ -32,7 +35,10 @@ struct Group {
     float scale;
     float sum;              // of the elements: the factor of offsets
     int32_t shift = START;  // START - ZERO times the sum of values: corrects products with unsigned bytes
-    int32_t unused;
+    int32_t half_shifts[2] = {START, START};  // likewise START - HALF_ZERO times the sum of a half
+
+    // What products with weights that have `SCALES` scales for a group start from, of the part that one scale is for.
+    template <int SCALES> INLINE int32_t shift_of(int part) const { return SCALES == 1 ? shift : half_shifts[part]; }
 };
 
 // Up to 32 rows that are multiplied at once, stored depth first, so that a product reads them in order.
@@ -69,12 +75,14 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     const f32x16 low = (first * inverse + ROUND) - ROUND, high = (second * inverse + ROUND) - ROUND;
     const int32_t is_finite = largest - largest == 0 ? -1 : 0;  // no integer represents the others, so they become 0
     const i32x16 low_value = convert<i32x16>(low) & is_finite, high_value = convert<i32x16>(high) & is_finite;
-    const int32_t sum = sum16(low_value + high_value);
+    const int32_t low_sum = sum16(low_value), high_sum = sum16(high_value), sum = low_sum + high_sum;
     store16(to.values, low_value);
     store16(to.values + LANES, high_value);
     to.scale = largest / 127 + (largest - largest);
     to.sum = to.scale * float(sum);
     to.shift = START - ZERO * sum;
+    to.half_shifts[0] = START - HALF_ZERO * low_sum;
+    to.half_shifts[1] = START - HALF_ZERO * high_sum;
     first -= to.scale * low;
     second -= to.scale * high;
     return largest;

@@ -8,19 +8,25 @@
 constexpr int PANELS_AT_ONCE = 1, GROUPS_AT_ONCE = 2;
 
 // An instruction multiplies eight neighbours of two rows with those of two columns. A single row is used twice.
-template <int BITS, int ROWS>
-INLINE void multiply_register(const Group* groups, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[ROWS]) {
-    int32x4_t low = vdupq_n_s32(0), high = low;  // first two columns: one row's sums, the other's; then the next two
+template <int BITS, int ROWS, int SCALES>
+INLINE void multiply_register(const Group* groups, const u32_register (&b)[GROUP_WORDS],
+                              i32_register (&dots)[ROWS][SCALES]) {
+    constexpr int WORDS = GROUP_WORDS / SCALES;
+#pragma GCC unroll 2
+    for (int s = 0; s < SCALES; s++) {
+        int32x4_t low = vdupq_n_s32(0), high = low;  // first two columns: one row's sums, the other's; then the next two
 #pragma GCC unroll 4
-    for (int w = 0; w < GROUP_WORDS; w += 2) {
-        const int8x8_t first = vld1_s8(groups[0].values + 4 * w), second = vld1_s8(groups[ROWS - 1].values + 4 * w);
-        const int8x16_t values = vcombine_s8(first, second);
-        low = vmmlaq_s32(low, values, bit_cast<int8x16_t>(b[w]));
-        high = vmmlaq_s32(high, values, bit_cast<int8x16_t>(b[w + 1]));
+        for (int w = s * WORDS; w < (s + 1) * WORDS; w += 2) {
+            const int8x8_t first = vld1_s8(groups[0].values + 4 * w), second = vld1_s8(groups[ROWS - 1].values + 4 * w);
+            const int8x16_t values = vcombine_s8(first, second);
+            low = vmmlaq_s32(low, values, bit_cast<int8x16_t>(b[w]));
+            high = vmmlaq_s32(high, values, bit_cast<int8x16_t>(b[w + 1]));
+        }
+        const int32x4_t rows[] = {vcombine_s32(vget_low_s32(low), vget_low_s32(high)),
+                                  vcombine_s32(vget_high_s32(low), vget_high_s32(high))};
+        for (int r = 0; r < ROWS; r++)
+            dots[r][s] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(rows[r], 4) : rows[r]);
     }
-    const int32x4_t rows[] = {vcombine_s32(vget_low_s32(low), vget_low_s32(high)),
-                              vcombine_s32(vget_high_s32(low), vget_high_s32(high))};
-    for (int r = 0; r < ROWS; r++) dots[r] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(rows[r], 4) : rows[r]);
 }
 
 // Two words of four columns -> eight neighbours of the first two columns, and of the next two.
@@ -39,20 +45,22 @@ INLINE void arrange(u32_register (&words)[GROUP_WORDS]) {
 
 constexpr int PANELS_AT_ONCE = 1, GROUPS_AT_ONCE = 1;
 
-template <int BITS>
-INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[1]) {
-    int32x4_t sum = vdupq_n_s32(0);
+// Adds the products with some words to `sum`.
+template <int BITS, int WORDS>
+INLINE void add_words(const Group* group, const u32_register (&b)[GROUP_WORDS], int first, int32x4_t& sum) {
 #if !defined(__ARM_FEATURE_DOTPROD)
-    int16x8_t low = vdupq_n_s16(0), high = low;  // 16 bits hold two products of 8 bits, or 16 of 4 bits
+    // 16 bits hold two products of 8 bits, four of 6, eight of 5.
+    static_assert(BITS == 8 || BITS <= 5 || WORDS <= 4);
+    int16x8_t low = vdupq_n_s16(0), high = low;
 #endif
 #pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++) {
+    for (int w = first; w < first + WORDS; w++) {
         const int8x16_t weights = bit_cast<int8x16_t>(b[w]);
         const int8x16_t values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(group->values + 4 * w)));
 #if defined(__ARM_FEATURE_DOTPROD)
         sum = vdotq_s32(sum, weights, values);
 #else
-        if (BITS == 4) {
+        if (BITS < 8) {
             low = vmlal_s8(low, vget_low_s8(weights), vget_low_s8(values));
             high = vmlal_s8(high, vget_high_s8(weights), vget_high_s8(values));
         } else {
@@ -63,9 +71,20 @@ INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_
 #endif
     }
 #if !defined(__ARM_FEATURE_DOTPROD)
-    if (BITS == 4) sum = vpaddlq_s16(vpaddq_s16(low, high));
+    if (BITS < 8) sum = vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
 #endif
-    dots[0] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(sum, 4) : sum);
+}
+
+template <int BITS, int SCALES>
+INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS],
+                              i32_register (&dots)[1][SCALES]) {
+    constexpr int WORDS = GROUP_WORDS / SCALES;
+#pragma GCC unroll 2
+    for (int s = 0; s < SCALES; s++) {
+        int32x4_t sum = vdupq_n_s32(0);
+        add_words<BITS, WORDS>(group, b, s * WORDS, sum);
+        dots[0][s] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(sum, 4) : sum);
+    }
 }
 
 INLINE void arrange(u32_register (&)[GROUP_WORDS]) {}

@@ -23,106 +23,21 @@
 //
 // With a table a half of a byte is a code, and its byte in the table is multiplied as one of 8 bits. There are no offsets.
 //
+// With 5 or 6 bits each 32 elements of a column have two planes: 4 lines of their lower 4 bits, as above, and then as
+// many lines as there are further bits, where a byte has those of several words, from its lowest bits on. Values are
+// multiplied as they are. 6 bits have no offsets: 32 stands for zero, and a scale is of 16 neighbours. 3 bits are
+// likewise, with 2 bits in the first plane; 4 stands for zero, and they are multiplied as 8 times themselves.
+//
 // Scales and offsets are multiples of their column's unit: float16 or unsigned bytes. As a byte a scale is the byte,
 // and an offset -240 times the byte. (With scales up to 255 units, weights on both sides of 0 need offsets from 0 down
 // to -15 * 16 times as much.)
 //
 // With steps both are bytes: multiples of a step that neighbours along the depth share, which is float16 and itself in
-// units. Steps are [depth / group_size / scales_per_step][2][16] for a panel: those of its scales, then of its offsets.
+// units. Without offsets the bytes are signed. Steps are [depth / group_size / scales_per_step][2][16] for a panel:
+// those of its scales, then of its offsets, if it has some.
 #pragma once
 
-#include "../model.h"
-#include "level.h"
-
-constexpr float OFFSET_OF_BYTE = -240;
-
-// `ahead`: the distance, in scales, to the same place in the next panels, which is prefetched.
-template <class T> INLINE f32x16 load_ahead(const void* from, int64_t place, int64_t ahead) {
-    const T* scales = static_cast<const T*>(from) + place;
-    __builtin_prefetch(scales + ahead, 0, 2);
-    return load16(scales);
-}
-
-INLINE f32x16 load_scales(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
-    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.scales, place, ahead)
-                                   : load_ahead<uint8_t>(matrix.scales, place, ahead);
-}
-
-INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
-    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.offsets, place, ahead)
-                                   : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
-}
-
-// How weights are stored and multiplied.
-struct Bytes8 {
-    static constexpr int STORED_BITS = 8, BITS = 8;
-    static constexpr bool HAS_STEPS = false;
-};
-struct Halves4 {
-    static constexpr int STORED_BITS = 4, BITS = 4;
-    static constexpr bool HAS_STEPS = false;
-};
-struct SteppedHalves4 {
-    static constexpr int STORED_BITS = 4, BITS = 4;
-    static constexpr bool HAS_STEPS = true;
-};
-struct Codes4 {
-    static constexpr int STORED_BITS = 4, BITS = 8;
-    static constexpr bool HAS_STEPS = false;
-};
-
-// The steps of some neighbouring scales and offsets of a panel's columns.
-struct Steps {
-    f32x16 scale, offset;
-};
-
-// Those of a panel at `run`, a number over all of its runs and those of the panels before.
-INLINE Steps load_steps(const Matrix& matrix, int64_t run, int64_t ahead = 0) {
-    const int64_t place = run * 2 * LANES;
-    return {load_ahead<half>(matrix.steps, place, ahead), load_ahead<half>(matrix.steps, place + LANES, ahead) * 16.0f};
-}
-
-// The bytes of a table of 16 at the places that the bytes of some words say.
-INLINE u32_register look_up(u32_register places, const uint8_t* table) {
-#if defined(__AVX512BW__)
-    const __m512i all = _mm512_broadcast_i32x4(load<__m128i>(table));
-    return bit_cast<u32_register>(_mm512_shuffle_epi8(all, bit_cast<__m512i>(places)));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i all = _mm256_broadcastsi128_si256(load<__m128i>(table));
-    return bit_cast<u32_register>(_mm256_shuffle_epi8(all, bit_cast<__m256i>(places)));
-#elif defined(__aarch64__)
-    return bit_cast<u32_register>(vqtbl1q_u8(vld1q_u8(table), bit_cast<uint8x16_t>(places)));
-#else
-    uint8_t bytes[sizeof places];
-    store_raw(bytes, places);
-    for (uint8_t& each : bytes) each = table[each];
-    return load<u32_register>(bytes);
-#endif
-}
-template <class H> INLINE Pair<H> look_up(Pair<H> places, const uint8_t* table) {
-    return {look_up(places.lo, table), look_up(places.hi, table)};
-}
-
-// `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
-template <class Format>
-INLINE void load_words(const char* from, int64_t ahead, const uint8_t* table, u32x16 (&words)[GROUP_WORDS]) {
-    constexpr int STEP = 8 / Format::STORED_BITS;
-#pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
-        const u32x16 bytes = load<u32x16>(from);
-        __builtin_prefetch(from + ahead, 0, 2);
-        if constexpr (STEP == 1) {
-            words[w] = as_factor(bytes);
-        } else if constexpr (Format::BITS == 8) {
-            words[w] = as_factor(look_up(bytes & 0x0f0f0f0fu, table));
-            words[w + STEP - 1] = as_factor(look_up((bytes >> 4) & 0x0f0f0f0fu, table));
-        } else {
-            constexpr uint32_t MASK = 0x0f0f0f0fu << HALVES_UP;
-            words[w] = (bytes << HALVES_UP) & MASK;
-            words[w + STEP - 1] = (bytes >> (4 - HALVES_UP)) & MASK;
-        }
-    }
-}
+#include "scales.h"
 
 // The words of the columns from `lane` on, as they are multiplied.
 INLINE void select_columns(const u32x16 (&all)[GROUP_WORDS], int lane, u32_register (&words)[GROUP_WORDS]) {
@@ -131,32 +46,46 @@ INLINE void select_columns(const u32x16 (&all)[GROUP_WORDS], int lane, u32_regis
     arrange(words);
 }
 
+// The byte of an element of a group as it is multiplied. `group`: the first byte of its column there.
+template <class Format> INLINE int32_t byte_of(const uint8_t* group, int64_t element, const uint8_t* table) {
+    constexpr int LINES = Format::STORED_BITS, LINE = 4 * LANES;
+    const int64_t word = element / 4;
+    const uint8_t* bytes = group + element % 4;
+    if (LINES == GROUP_WORDS) return bytes[word * LINE];
+    const auto field = [&](int first, int width) {
+        const int64_t sharing = 8 / width;
+        return bytes[(first + word / sharing) * LINE] >> (word % sharing * width) & ((1 << width) - 1);
+    };
+    if (LINES == 4) return Format::BITS == 8 ? table[field(0, 4)] : Format::TIMES * field(0, 4);
+    constexpr int LOW = low_bits_of(LINES);
+    return Format::TIMES * (field(0, LOW) | field(LOW, LINES - LOW) << LOW);
+}
+
 // Reads `count` weights of a column.
-inline void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const Group*) {
-    const int64_t lane = column % LANES, panel = column / LANES, num_scales = matrix.depth / matrix.group_size;
-    const int64_t words_together = 8 / matrix.num_bits;
-    const int32_t zero = matrix.num_bits == 8 || !matrix.offsets ? ZERO : 0;
-    const uint8_t* from = static_cast<const uint8_t*>(matrix.panels) + panel * matrix.depth * LANES / words_together;
+template <class Format, bool HAS_OFFSETS>
+static void read_column_of(const Matrix& matrix, int64_t column, int64_t count, float* to) {
+    constexpr int64_t GROUP_BYTES = GROUP * LANES * Format::STORED_BITS / 8;
+    const int64_t lane = column % LANES, panel = column / LANES;
+    const uint8_t* from = static_cast<const uint8_t*>(matrix.panels) + panel * matrix.depth / GROUP * GROUP_BYTES;
     const float unit = matrix.units[column];
-    float scales[LANES], offsets[LANES] = {};
+    ScaleReader<Format, HAS_OFFSETS, 1> reader(matrix, panel, 0, 0);
+    GroupScales<1, Format::SCALES> read;
+    float scales[Format::SCALES][LANES], offsets[LANES];
     for (int64_t k = 0; k < count; k++) {
-        if (k % matrix.group_size == 0) {
-            const int64_t group = panel * num_scales + k / matrix.group_size, place = group * LANES;
-            if (matrix.steps) {
-                const Steps steps = load_steps(matrix, group / matrix.scales_per_step);
-                store16(scales, load_ahead<uint8_t>(matrix.scales, place, 0) * steps.scale * unit);
-                store16(offsets, load_ahead<uint8_t>(matrix.offsets, place, 0) * steps.offset * unit);
-            } else {
-                store16(scales, load_scales(matrix, place) * unit);
-                if (matrix.offsets) store16(offsets, load_offsets(matrix, place) * unit);
-            }
+        const int64_t element = k % GROUP;
+        if (element == 0) {
+            reader.next(read);
+            for (int s = 0; s < Format::SCALES; s++) store16(scales[s], read.scales[0][s] * unit);
+            store16(offsets, read.offsets[0] * unit);
         }
-        const int64_t word = k / 4;
-        int32_t byte = from[(word / words_together * LANES + lane) * 4 + k % 4];
-        if (matrix.table)
-            byte = matrix.table[word % 2 ? byte >> 4 : byte & 15];
-        else if (words_together == 2)
-            byte = (word % 2 ? byte : byte << 4) & 0xf0;
-        to[k] = scales[lane] * float(byte - zero) + offsets[lane];
+        const int32_t byte = byte_of<Format>(from + k / GROUP * GROUP_BYTES + lane * 4, element, matrix.table);
+        const float scale = scales[element * Format::SCALES / GROUP][lane];
+        to[k] = scale * float(byte - ZERO_OF<Format, HAS_OFFSETS>) + offsets[lane];
     }
+}
+
+inline void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const Group*) {
+    with_format(matrix, [&](auto format, auto has_offsets) {
+        read_column_of<decltype(format), decltype(has_offsets)::value>(matrix, column, count, to);
+    });
 }

@@ -53,64 +53,39 @@ template <int BITS> INLINE void unpack_word(u32x16 words, int from, f32x16 scale
 template <class Format, bool HAS_OFFSETS>
 static void unpack_groups(const Matrix& matrix, int64_t panel, int64_t group, int64_t count, bf16* to) {
     constexpr int64_t GROUP_BYTES = GROUP * LANES * Format::STORED_BITS / 8, WORD = 4 * LANES;
-    constexpr float ONES = 256, ZERO_BYTE = Format::BITS == 8 || !HAS_OFFSETS ? ZERO : 0;
+    constexpr float ONES = 256, ZERO_BYTE = ZERO_OF<Format, HAS_OFFSETS>;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
-    const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
     const char* from = static_cast<const char*>(matrix.panels) + panel * panel_bytes + group * GROUP_BYTES;
-    int64_t place = panel * panel_scales + group * GROUP / matrix.group_size * LANES;
-    int64_t left = matrix.group_size - group * GROUP % matrix.group_size;  // of what shares a scale
-    [[maybe_unused]] int64_t run = 0, left_of_run = 0, ahead_of_run = 0;
-    [[maybe_unused]] Steps steps{};
-    if constexpr (Format::HAS_STEPS) {
-        run = place / LANES / matrix.scales_per_step, ahead_of_run = 4 * panel_scales / matrix.scales_per_step;
-        left_of_run = matrix.scales_per_step - place / LANES % matrix.scales_per_step;
-        steps = load_steps(matrix, run);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        f32x16 scale, offset{};
-        if constexpr (Format::HAS_STEPS) {
-            scale = load_ahead<uint8_t>(matrix.scales, place, 2 * panel_scales) * steps.scale;
-            offset = load_ahead<uint8_t>(matrix.offsets, place, 2 * panel_scales) * steps.offset;
+    ScaleReader<Format, HAS_OFFSETS, 1> reader(matrix, panel, group, 2);
+    GroupScales<1, Format::SCALES> by;
+    for (int64_t i = 0; i < count; i++, from += GROUP_BYTES) {
+        reader.next(by);
+        const auto scale = [&](int w) { return by.scales[0][w * Format::SCALES / GROUP_WORDS]; };
+        const auto offset = [&](int w) { return by.offsets[0] + scale(w) * -(ONES + ZERO_BYTE); };
+        if constexpr (Format::BITS == 4) {
+#pragma GCC unroll 4
+            for (int w = 0; w < GROUP_WORDS; w += 2, to += 2 * WORD) {
+                const u32x16 halves = load<u32x16>(from + w * 32);
+                __builtin_prefetch(from + w * 32 + 2 * panel_bytes, 0, 2);
+                unpack_word<4>(halves, 0, scale(w) * ONES, offset(w), to);
+                unpack_word<4>(halves, 4, scale(w) * ONES, offset(w), to + WORD);
+            }
         } else {
-            scale = load_scales(matrix, place, 2 * panel_scales);
-            if (HAS_OFFSETS) offset = load_offsets(matrix, place, 2 * panel_scales);
-        }
-        offset += scale * -(ONES + ZERO_BYTE);
+            u32x16 words[GROUP_WORDS];
+            load_words<Format>(from, 2 * panel_bytes, matrix.table, words);
 #pragma GCC unroll 8
-        for (int line = 0; line < GROUP_BYTES / 64; line++, from += 64) {
-            const u32x16 bytes = load<u32x16>(from);
-            __builtin_prefetch(from + 2 * panel_bytes, 0, 2);
-            if constexpr (Format::STORED_BITS == 8) {
-                unpack_word<8>(bytes, 0, scale * ONES, offset, to);
-                to += WORD;
-            } else if constexpr (Format::BITS == 8) {
-                unpack_word<8>(look_up(bytes & 0x0f0f0f0fu, matrix.table), 0, scale * ONES, offset, to);
-                unpack_word<8>(look_up((bytes >> 4) & 0x0f0f0f0fu, matrix.table), 0, scale * ONES, offset, to + WORD);
-                to += 2 * WORD;
-            } else {
-                unpack_word<4>(bytes, 0, scale * ONES, offset, to);
-                unpack_word<4>(bytes, 4, scale * ONES, offset, to + WORD);
-                to += 2 * WORD;
-            }
+            for (int w = 0; w < GROUP_WORDS; w++, to += WORD)
+                unpack_word<8>(words[w], 0, scale(w) * ONES, offset(w), to);
         }
-        left -= GROUP;
-        if (left) continue;
-        left = matrix.group_size, place += LANES;
-        if constexpr (Format::HAS_STEPS)
-            if (!--left_of_run && i + 1 < count) {
-                left_of_run = matrix.scales_per_step;
-                steps = load_steps(matrix, ++run, ahead_of_run);
-            }
     }
 }
 
 typedef void (*Unpack)(const Matrix&, int64_t panel, int64_t group, int64_t count, bf16* to);
 
 INLINE Unpack unpack_of(const Matrix& matrix) {
-    if (matrix.num_bits == 8) return matrix.offsets ? unpack_groups<Bytes8, true> : unpack_groups<Bytes8, false>;
-    if (matrix.table) return unpack_groups<Codes4, false>;
-    if (matrix.steps) return unpack_groups<SteppedHalves4, true>;
-    return matrix.offsets ? unpack_groups<Halves4, true> : unpack_groups<Halves4, false>;
+    return with_format(matrix, [](auto format, auto has_offsets) -> Unpack {
+        return unpack_groups<decltype(format), decltype(has_offsets)::value>;
+    });
 }
 
 // Panels that this thread has unpacked, while it is in a parallel region.

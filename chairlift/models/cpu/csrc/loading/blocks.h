@@ -1,4 +1,4 @@
-// Blocks of GGUF files, unpacked into groups of 32 weights: the same bits that models/gguf/blocks.py computes in torch,
+// Blocks of GGUF files, unpacked into groups of weights: the same bits that models/gguf/blocks.py computes in torch,
 // which has a word on each type. Their layouts are ggml's.
 #pragma once
 
@@ -8,9 +8,9 @@
 
 constexpr int GROUP_ELEMENTS = 32, SUPERBLOCK_GROUPS = 8;
 
-// Where a run of blocks goes: one element of `scales` for each group, and of the steps for each block.
+// Where a run of blocks goes: one element of `scales` for each group, or two, and of the steps for each block.
 struct Unpacked {
-    uint8_t* values;  // bytes, or with 4 bits two neighbours in each
+    uint8_t* values;  // bytes, with 4 bits two neighbours in each, with 3, 5 or 6 bits in planes
     void* scales;
     void* offsets;
     uint16_t* scale_steps;
@@ -21,26 +21,6 @@ INLINE uint16_t load_bits(const uint8_t* from) {
     uint16_t bits;
     std::memcpy(&bits, from, sizeof bits);
     return bits;
-}
-
-// float16 as float32.
-INLINE float widen_half(uint16_t bits) {
-    const uint32_t size = bits & 0x7fff, sign = uint32_t(bits & 0x8000) << 16;
-    if (size < 0x400) return bit_cast<float>(bit_cast<uint32_t>(float(size) * 0x1p-24f) | sign);
-    return bit_cast<float>(((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23)) | sign);
-}
-
-// The smallest float16 that is not below a number, which is not negative.
-INLINE uint16_t narrow_up(float x) {
-    if (!(x == x)) return 0x7e00;
-    if (x > 65504) return 0x7c00;
-    if (x < 0x1p-14f) {
-        const float steps = x * 0x1p24f;
-        const uint16_t whole = uint16_t(steps);
-        return uint16_t(whole + (float(whole) < steps));
-    }
-    const uint32_t bits = bit_cast<uint32_t>(x);
-    return uint16_t((bits >> 13) - (112u << 10) + ((bits & 0x1fff) != 0));
 }
 
 // -8 times a float16, which is exact unless it is too large.
@@ -72,19 +52,34 @@ INLINE void join_fifth_bits(const uint8_t* from, const uint8_t* fifth, int zero,
     }
 }
 
-// Scales and minima of the 8 groups of a block: counts of 6 bits, in 12 bytes.
-struct Counts {
-    uint8_t scales[SUPERBLOCK_GROUPS], minima[SUPERBLOCK_GROUPS];
-
-    explicit Counts(const uint8_t* from) {
-        for (int g = 0; g < 4; g++) {
-            scales[g] = from[g] & 63;
-            minima[g] = from[4 + g] & 63;
-            scales[4 + g] = uint8_t((from[8 + g] & 15) | (from[g] >> 2 & 48));
-            minima[4 + g] = uint8_t(from[8 + g] >> 4 | (from[4 + g] >> 2 & 48));
-        }
+// Scales and minima of the 8 groups of a block: counts of 6 bits, in 12 bytes, after their steps.
+INLINE void put_counts(const uint8_t* block, int64_t place, const Unpacked& to) {
+    const uint8_t* from = block + 4;
+    uint8_t *scales = static_cast<uint8_t*>(to.scales) + place, *minima = static_cast<uint8_t*>(to.offsets) + place;
+    for (int g = 0; g < 4; g++) {
+        scales[g] = from[g] & 63;
+        minima[g] = from[4 + g] & 63;
+        scales[4 + g] = uint8_t((from[8 + g] & 15) | (from[g] >> 2 & 48));
+        minima[4 + g] = uint8_t(from[8 + g] >> 4 | (from[4 + g] >> 2 & 48));
     }
-};
+    to.scale_steps[place / SUPERBLOCK_GROUPS] = load_bits(block);
+    to.offset_steps[place / SUPERBLOCK_GROUPS] = uint16_t(load_bits(block + 2) ^ 0x8000);
+}
+
+// The plane of `WIDTH` bits of a group (models/planes.py): those from `shift` on of its 32 bytes.
+template <int WIDTH> INLINE void write_plane(const uint8_t* from, int shift, uint8_t* to) {
+    constexpr int SHARING = 8 / WIDTH;
+    constexpr uint32_t MASK = 0x01010101u * ((1u << WIDTH) - 1);
+    for (int line = 0; line < WIDTH; line++, to += 4) {
+        uint32_t joined = 0;
+        for (int i = 0; i < SHARING; i++, from += 4) {
+            uint32_t word;
+            std::memcpy(&word, from, sizeof word);
+            joined |= (word >> shift & MASK) << (WIDTH * i);
+        }
+        std::memcpy(to, &joined, sizeof joined);
+    }
+}
 
 struct Q4_0 {
     static constexpr int NUMBER = 2, NUM_BYTES = 18, NUM_BITS = 4, NUM_GROUPS = 1;
@@ -156,71 +151,48 @@ struct Q4_K {
     static constexpr int NUMBER = 12, NUM_BYTES = 144, NUM_BITS = 4, NUM_GROUPS = SUPERBLOCK_GROUPS;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
         for (int k = 0; k < 4; k++) pair_halves(block + 16 + 32 * k, 32, values + 32 * k);
-        const Counts counts(block + 4);
-        std::memcpy(static_cast<uint8_t*>(to.scales) + place, counts.scales, SUPERBLOCK_GROUPS);
-        std::memcpy(static_cast<uint8_t*>(to.offsets) + place, counts.minima, SUPERBLOCK_GROUPS);
-        to.scale_steps[place / SUPERBLOCK_GROUPS] = load_bits(block);
-        to.offset_steps[place / SUPERBLOCK_GROUPS] = uint16_t(load_bits(block + 2) ^ 0x8000);
+        put_counts(block, place, to);
+    }
+};
+
+struct Q3_K {
+    static constexpr int NUMBER = 11, NUM_BYTES = 110, NUM_BITS = 3, NUM_GROUPS = SUPERBLOCK_GROUPS;
+    static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
+        const uint8_t *highest = block, *low = block + 32, *counts = block + 96;
+        for (int g = 0; g < SUPERBLOCK_GROUPS; g++, values += 12) {
+            write_plane<2>(low + g / 4 * 32, g % 4 * 2, values);
+            write_plane<1>(highest, g, values + 8);
+        }
+        for (int i = 0; i < 16; i++) {
+            const int four = counts[i % 8] >> (i / 8 * 4) & 15, two = counts[8 + i % 4] >> (i / 4 * 2) & 3;
+            static_cast<int8_t*>(to.scales)[2 * place + i] = int8_t((four | two << 4) - 32);
+        }
+        to.scale_steps[place / SUPERBLOCK_GROUPS] = load_bits(block + 108);
     }
 };
 
 struct Q5_K {
-    static constexpr int NUMBER = 13, NUM_BYTES = 176, NUM_BITS = 8, NUM_GROUPS = SUPERBLOCK_GROUPS;
+    static constexpr int NUMBER = 13, NUM_BYTES = 176, NUM_BITS = 5, NUM_GROUPS = SUPERBLOCK_GROUPS;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
         const uint8_t *fifth = block + 16, *low = block + 48;
-        for (int g = 0; g < SUPERBLOCK_GROUPS; g++)
-            for (int k = 0; k < GROUP_ELEMENTS; k++) {
-                const uint32_t four = low[g / 2 * 32 + k] >> (g % 2 * 4) & 15u;
-                values[g * GROUP_ELEMENTS + k] = uint8_t(four | (fifth[k] >> g & 1u) << 4);
-            }
-        const Counts counts(block + 4);
-        const float scale = widen_half(load_bits(block)), minimum = -widen_half(load_bits(block + 2));
-        for (int g = 0; g < SUPERBLOCK_GROUPS; g++) {
-            static_cast<float*>(to.scales)[place + g] = scale * counts.scales[g];
-            static_cast<float*>(to.offsets)[place + g] = minimum * counts.minima[g];
+        for (int g = 0; g < SUPERBLOCK_GROUPS; g++, values += 20) {
+            write_plane<4>(low + g / 2 * 32, g % 2 * 4, values);
+            write_plane<1>(fifth, g, values + 16);
         }
+        put_counts(block, place, to);
     }
 };
 
-// 16 neighbours share a scale: in groups of 32 they are rounded to 255 steps.
 struct Q6_K {
-    static constexpr int NUMBER = 14, NUM_BYTES = 210, NUM_BITS = 8, NUM_GROUPS = SUPERBLOCK_GROUPS;
+    static constexpr int NUMBER = 14, NUM_BYTES = 210, NUM_BITS = 6, NUM_GROUPS = SUPERBLOCK_GROUPS;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
-        const float unit = widen_half(load_bits(block + 208));
-        for (int g = 0; g < SUPERBLOCK_GROUPS; g++) {
-            const uint8_t *low = block + g / 4 * 64 + g % 2 * 32, *high = block + 128 + g / 4 * 32;
-            const int low_shift = g % 4 / 2 * 4, high_shift = g % 4 * 2;
-            int8_t integers[GROUP_ELEMENTS];
-            for (int k = 0; k < GROUP_ELEMENTS; k++)
-                integers[k] = int8_t(int(low[k] >> low_shift & 15) + int(high[k] >> high_shift & 3) * 16 - 32);
-            float scales[2], most = 0;
-            for (int h = 0; h < 2; h++) {
-                scales[h] = unit * int8_t(block[192 + 2 * g + h]);
-                uint8_t largest = 0;
-                for (int k = 0; k < 16; k++) {
-                    const int8_t each = integers[16 * h + k];
-                    const uint8_t size = uint8_t(each < 0 ? -each : each);
-                    largest = size > largest ? size : largest;
-                }
-                const float reach = float(largest) * (scales[h] < 0 ? -scales[h] : scales[h]);
-                most = reach <= most ? most : reach;  // also where it is no number
-            }
-            const uint16_t step = narrow_up(most / 127);
-            static_cast<uint16_t*>(to.scales)[place + g] = step;
-            uint8_t* group = values + g * GROUP_ELEMENTS;
-            if (step == 0 || step >= 0x7c00) {
-                std::memset(group, 0, GROUP_ELEMENTS);
-                continue;
-            }
-            for (int h = 0; h < 2; h++) round_to_bytes(integers + 16 * h, scales[h] / widen_half(step), group + 16 * h);
+        const uint8_t *low = block, *high = block + 128;
+        for (int g = 0; g < SUPERBLOCK_GROUPS; g++, values += 24) {
+            write_plane<4>(low + g / 4 * 64 + g % 2 * 32, g % 4 / 2 * 4, values);
+            write_plane<2>(high + g / 4 * 32, g % 4 * 2, values + 16);
         }
-    }
-
-  private:
-    // To the nearest integers, of halves to even ones. None is beyond 127, since steps are rounded up.
-    static void round_to_bytes(const int8_t* from, float ratio, uint8_t* to) {
-        constexpr float TO_INTEGERS = 0x1.8p23f;
-        for (int k = 0; k < 16; k++) to[k] = uint8_t(int((float(from[k]) * ratio + TO_INTEGERS) - TO_INTEGERS));
+        std::memcpy(static_cast<int8_t*>(to.scales) + 2 * place, block + 192, 16);
+        to.scale_steps[place / SUPERBLOCK_GROUPS] = load_bits(block + 208);
     }
 };
 
@@ -242,5 +214,5 @@ bool unpack_kind(int number, const uint8_t* blocks, int64_t count, const Unpacke
 }
 
 inline bool unpack_blocks(int number, const uint8_t* blocks, int64_t count, const Unpacked& to) {
-    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q4_K, Q5_K, Q6_K>(number, blocks, count, to);
+    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q3_K, Q4_K, Q5_K, Q6_K>(number, blocks, count, to);
 }

@@ -19,6 +19,23 @@ INLINE u32x16 load16(const uint16_t* p) { return convert<u32x16>(load<u16x16>(p)
 INLINE f32x16 load16(const bf16* p) { return bit_cast<f32x16>(load16(&p->bits) << 16); }
 
 // Intrinsics, since gcc would convert bytes one by one.
+INLINE f32x16 load16(const int8_t* p) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p))));
+#elif defined(__AVX2__)
+    const auto half = [](const int8_t* from) {
+        return bit_cast<f32_register>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from))));
+    };
+    return {half(p), half(p + REGISTER_LANES)};
+#elif defined(__aarch64__)
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    const auto four = [](int16x4_t words) { return bit_cast<f32_register>(vcvtq_f32_s32(vmovl_s16(words))); };
+    return {{four(vget_low_s16(low)), four(vget_high_s16(low))}, {four(vget_low_s16(high)), four(vget_high_s16(high))}};
+#else
+    return convert<f32x16>(load<i8x16>(p));
+#endif
+}
 INLINE f32x16 load16(const uint8_t* p) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p))));

@@ -353,7 +353,11 @@ class GroupedParts:
 
     def __call__(self) -> GroupedWeight:
         """All of it."""
-        return stack_rows(compute_each(lambda part: part(), self.parts, self.num_elements))
+        return stack_rows(self.read_each())
+
+    def read_each(self) -> list[GroupedWeight]:
+        """Returns its parts, in order."""
+        return compute_each(lambda part: part(), self.parts, self.num_elements)
 
 
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:

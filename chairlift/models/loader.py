@@ -66,7 +66,7 @@ def load_model(
     _log_skipped(model.config, reader)
     is_on_gpu = device != "cpu"
     formats = _formats_of(model, reader, parts, is_on_gpu=is_on_gpu)
-    if grouped := _size_in_groups(model, formats, is_on_gpu=is_on_gpu):
+    if grouped := _size_in_groups(model, reader, parts, formats, is_on_gpu=is_on_gpu):
         fate = "stay so" if keeps_groups else f"become {dtype}, since nothing here multiplies them as they are"
         logger.info("%s of weights in groups of small integers %s", sized(grouped.num_bytes), fate)
     if keeps_groups:
@@ -207,7 +207,8 @@ def grouped_size(checkpoint: Checkpoint, *, is_on_gpu: bool = False) -> GroupedS
         return None  # transformers compares them
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()
     parts = match_tensors(model, reader)
-    return _size_in_groups(model, _formats_of(model, reader, parts, is_on_gpu=is_on_gpu), is_on_gpu=is_on_gpu)
+    formats = _formats_of(model, reader, parts, is_on_gpu=is_on_gpu)
+    return _size_in_groups(model, reader, parts, formats, is_on_gpu=is_on_gpu)
 
 
 def _formats_of(
@@ -261,14 +262,25 @@ def _groups_in(reader: WeightReader, stored: list[str]) -> list[GroupFormat]:
     return [groups for name in stored if (groups := reader.tensors[name].groups)]
 
 
-def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]], *, is_on_gpu: bool) -> GroupedSize | None:
+def _size_in_groups(
+    model: Decoder,
+    reader: WeightReader,
+    parts: dict[str, list[str]],
+    formats: dict[str, list[GroupFormat]],
+    *,
+    is_on_gpu: bool,
+) -> GroupedSize | None:
+    """Counts what stays in groups. On a CPU what is stacked keeps the format of each part."""
     num_parameters = num_bytes = num_dequantized = 0
-    for name, stored in formats.items():
+    for name, each in formats.items():
         size = (shape := model.get_parameter(name).shape).numel()
         num_parameters += size
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
-        if (stacked := stacked_format(stored, is_on_gpu=is_on_gpu)) is not None:
-            num_bytes += stacked.num_bytes(size, is_on_gpu=is_on_gpu)
+        if is_on_gpu and (stacked := stacked_format(each, is_on_gpu=True)) is not None:
+            num_bytes += stacked.num_bytes(size, is_on_gpu=True)
+            continue
+        sizes = (math.prod(reader.tensors[part].shape) for part in parts[name])
+        num_bytes += sum(own.num_bytes(count, is_on_gpu=False) for own, count in zip(each, sizes, strict=True))
     return GroupedSize(num_parameters, num_bytes, num_dequantized) if num_parameters else None
 
 

@@ -152,6 +152,19 @@ def test_blocks_with_steps_take_little_more_than_in_their_file(tmp_path: Path, k
     assert size.num_bytes < decoder.weight_bytes < size.num_bytes + 2**16  # norms and tables of rope, beside them
 
 
+@needs_kernels
+def test_matrices_of_several_types_in_one_product_take_little_more_than_in_their_file(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, **{**SHAPE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    kinds = {".v_proj.": Kind.Q6_K, ".k_proj.": Kind.Q5_K, "": Kind.Q4_K}
+    path = write_model(model, tmp_path / "file" / "model.gguf", kinds)
+    size = grouped_size(open_checkpoint(str(path)))
+    assert size is not None
+    tensors = open_gguf(path).tensors.values()
+    assert size.num_bytes < 1.03 * sum(each.num_bytes for each in tensors if len(each.shape) == 2)
+    decoder = CpuDecoder(load(path, DType.BFLOAT16, keeps_groups=True), MAX_SEQ_LEN)
+    assert size.num_bytes < decoder.weight_bytes < size.num_bytes + 2**16
+
+
 def test_groups_become_numbers_where_nothing_multiplies_them(valid: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="chairlift.models.loader")
     checkpoint = open_checkpoint(str(valid))

@@ -1,10 +1,11 @@
-"""Packs matrices that are stacked, such as those of all experts, each as soon as it is read.
+"""Packs matrices that are stacked: those of all experts each as soon as it is read, others in formats of their own.
 
-So one of them is in memory twice at a time, and threads that read one and pack it need nothing of the others.
+So one of many experts is in memory twice at a time, and threads that read one and pack it need nothing of the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -37,6 +38,38 @@ def pack_parts(read: GroupedParts, arrange: Arrange, bias: torch.Tensor | None =
         return pack_grouped(stack_rows([part().map_rows(arrange) for part in read.parts]), bias)
     joined: dict[str, Any] = {name: each.flatten(0, 1) for name, each in places.items()}
     return replace(first, num_outputs=first.num_outputs * len(read.parts), bias=bias, **joined)
+
+
+def arrange_stacked(parts: Sequence[GroupedWeight], arrange: Arrange, num_together: int) -> list[GroupedWeight]:
+    """Brings the rows of matrices that are stacked into another order.
+
+    They become one matrix if they have one format, and else as few as there are formats: the rows of each follow those
+    of the one before it, and all but the last have a multiple of `num_together` rows. Where that is impossible, since
+    rows of several change places or rows of zeros are inserted, they become one, too.
+    """
+    alike = [stack_rows(list(each)) for _, each in groupby(parts, _format_of_weight)]
+    apart = _arrange_apart(alike, arrange, num_together) if len(alike) > 1 else None
+    return [stack_rows(alike).map_rows(arrange)] if apart is None else apart
+
+
+def _arrange_apart(parts: Sequence[GroupedWeight], arrange: Arrange, num_together: int) -> list[GroupedWeight] | None:
+    ends = torch.tensor(list(accumulate(part.num_outputs for part in parts)))
+    order = arrange(torch.arange(1, int(ends[-1]) + 1)[:, None])[:, 0] - 1
+    owners = torch.bucketize(order, ends, right=True)
+    runs = torch.unique_consecutive(owners, return_counts=True)[1].tolist()
+    if len(runs) > len(parts) or any(count % num_together for count in runs[:-1]) or bool((order < 0).any()):
+        return None
+    matrices = []
+    for places, owner in zip(torch.split(order, runs), torch.split(owners, runs), strict=True):
+        part, end = parts[int(owner[0])], int(ends[owner[0]])
+        own = places - (end - part.num_outputs)
+        matrices.append(part.map_rows(lambda rows, own=own: rows[own]))  # type: ignore[misc]
+    return matrices
+
+
+def _format_of_weight(weight: GroupedWeight) -> tuple[object, ...]:
+    table = None if weight.table is None else tuple(weight.table.tolist())
+    return weight.num_bits, weight.group_size, weight.scales_per_step, weight.offsets is None, table
 
 
 def _pack(part: Callable[[], GroupedWeight], arrange: Arrange) -> PackedMatrix:

@@ -15,6 +15,8 @@ class Matrix(ctypes.Structure):
         *((name, c_void_p) for name in ("steps", "table")),
         *((name, c_void_p) for name in ("residual_panels", "residual_scales", "residual_offsets", "residual_units")),
         ("first_residual", c_int64),
+        ("next", c_void_p),
+        ("first_next", c_int64),
     ]
 
 

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.calibration import Calibration
 from chairlift.models.cpu import structures
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack, pack_grouped, rope_table
-from chairlift.models.cpu.parts import pack_parts
+from chairlift.models.cpu.parts import arrange_stacked, pack_parts
 from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, Streams, Sublayer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
@@ -211,6 +211,9 @@ class NativeWeights:
         input_scale: float = 1.0,
     ) -> Matrix:
         bias = None if linear.bias is None else arrange(linear.bias.float() / input_scale)
+        stacked = None if is_plain else linear.let_go_parts()
+        if stacked is not None:
+            return self._place_stacked(arrange_stacked(stacked.read_each(), arrange, LANES), bias)
         weight = linear.let_go()
         if is_plain and isinstance(weight, GroupedWeight):
             weight = weight.dequantize(self._dtype)[:, : linear.in_features]
@@ -231,6 +234,17 @@ class NativeWeights:
             lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
             residual = pack_grouped(quantize(lost, rounded.num_bits, importance), has_byte_scales=is_narrow)
         return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), residual)
+
+    def _place_stacked(self, parts: list[GroupedWeight], bias: torch.Tensor | None) -> Matrix:
+        """Places matrices of one format each, whose columns follow one another. `bias`: of all of them."""
+        self.has_groups = True
+        matrices = [self._place(pack_grouped(part, None if index else bias)) for index, part in enumerate(parts)]
+        for matrix, following in reversed(list(pairwise(matrices))):
+            matrix.next = ctypes.addressof(following)
+            matrix.first_next = matrix.columns // LANES
+            matrix.columns += following.columns
+        self._kept += matrices
+        return matrices[0]
 
     def _place(self, matrix: PackedMatrix, residual: PackedMatrix | None = None) -> Matrix:
         """`residual`: the rounding errors of the last columns, in the same format."""

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from chairlift.models.blocks import Arrange
 from chairlift.models.cpu.packing import LANES, PackedMatrix, pack_grouped
-from chairlift.models.cpu.parts import pack_parts
+from chairlift.models.cpu.parts import arrange_stacked, pack_parts
 from chairlift.models.grouped import GroupedParts, GroupedWeight, quantize, stack_rows
 from chairlift.models.layers import pad_rows
 
@@ -62,3 +63,34 @@ def test_parts_are_packed_as_the_whole_is(weights: list[GroupedWeight]) -> None:
     pad, bias = partial(pad_rows, multiple=LANES), torch.randn(3 * 32)
     whole = pack_grouped(stack_rows([each.map_rows(pad) for each in weights]), bias)
     assert_equal(pack_parts(parts_of(weights), pad, bias), whole)
+
+
+TWO_FORMATS = [matrix(32, 8, 0), matrix(32, 4, 1)]
+EXACT = torch.cat([each.dequantize() for each in TWO_FORMATS])
+
+
+def test_stacked_matrices_of_one_format_become_one_and_others_stay_apart() -> None:
+    assert [each.num_outputs for each in arrange_stacked([*TWO_FORMATS, TWO_FORMATS[1]], torch.clone, 16)] == [32, 64]
+    (whole,) = arrange_stacked(TWO_FORMATS[:1] * 2, torch.clone, 16)
+    assert torch.equal(whole.dequantize(), EXACT[:32].repeat(2, 1))
+
+
+def test_rows_change_places_within_a_format_and_formats_with_each_other() -> None:
+    apart = arrange_stacked(TWO_FORMATS, lambda rows: rows.flip(0), 16)
+    assert [each.num_bits for each in apart] == [4, 8]
+    assert torch.equal(torch.cat([each.dequantize() for each in apart]), EXACT.flip(0))
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda rows: rows.view(2, 2, 16, -1).transpose(0, 1).reshape(64, -1),
+        lambda rows: rows.roll(8, 0),
+        lambda rows: torch.cat((rows, torch.zeros_like(rows[:16]))),
+    ],
+    ids=["in turns", "not by panels", "with zeros"],
+)
+def test_rows_that_cannot_stay_in_their_formats_get_one(arrange: Arrange) -> None:
+    (whole,) = arrange_stacked(TWO_FORMATS, arrange, 16)
+    assert whole.num_bits == 8
+    assert torch.equal(whole.dequantize(), arrange(EXACT))

@@ -11,7 +11,7 @@ from chairlift.models import mxfp4
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GroupedWeight, quantize
+from chairlift.models.grouped import GroupedParts, GroupedWeight, quantize, stack_rows
 from chairlift.models.layers import Linear
 from tests.models.cpu import support
 from tests.models.cpu.support import BASE, SHAPES, assert_equal_but_for_rounded_factors, cpu_bench, make_model
@@ -166,6 +166,22 @@ def test_matrices_of_one_model_may_differ_in_format() -> None:
     rows = [Row(0, [1, 2, 3]), Row(3, [9])]
     ours, exact = (torch.cat(cpu_bench(model).run(rows)) for model in (mixed, same))
     assert 0 < float((ours - exact).norm() / exact.norm()) < 0.02
+
+
+def test_parts_of_a_product_in_formats_of_their_own_give_the_numbers_of_one_format(isa: str) -> None:
+    config = SHAPES["three heads to one"]
+    mixed, same = (make_model(config) for _ in range(2))
+    for layer in range(config.num_layers):
+        product, other = (linear(model, f"{layer}.self_attn.qkv_proj") for model in (mixed, same))
+        rows, size = product.weight.detach(), product.out_features // 5  # queries have three parts of five
+        parts = [quantize(rows[:-size], 8), quantize(rows[-size:], 4)]
+        product.load_weight(GroupedParts([lambda parts=parts: parts[0], lambda parts=parts: parts[1]], rows.numel()))  # type: ignore[misc]
+        other.load_weight(stack_rows(parts))
+    rng = random.Random(0)
+    steps = [[Row(slot, random_tokens(rng, count)) for slot in (4, 0, 7)] for count in (5, 1, 40)]
+    benches = (cpu_bench(model, isa=isa) for model in (mixed, same))
+    ours, theirs = (torch.cat([row for step in steps for row in bench.run(step)]) for bench in benches)
+    assert_equal_but_for_rounded_factors(ours, theirs)
 
 
 def test_offsets_that_are_8_scales_take_no_memory() -> None:

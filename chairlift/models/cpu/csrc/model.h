@@ -10,8 +10,8 @@ extern "C" {
 struct Matrix {
     const void* panels;
     const float* bias;  // [columns], or null
-    int64_t columns;
-    int64_t depth;  // with padding
+    int64_t columns;  // of all formats
+    int64_t depth;    // with padding
     const void *scales, *offsets;
     const float* units;
     int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
@@ -22,6 +22,8 @@ struct Matrix {
     const void *residual_panels, *residual_scales, *residual_offsets;
     const float* residual_units;
     int64_t first_residual;  // the first of them, where a unit of panels begins
+    const Matrix* next;      // columns in another format that come after its own; null: there are none
+    int64_t first_next;      // the panel with which these begin
 
     Matrix residual() const {
         Matrix own = *this;

@@ -29,6 +29,17 @@ INLINE void add_residuals(const float* more, int rows, int width, float* c, int6
             store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));
 }
 
+// Calls `use(part, panel, panels, c)` with each format's share of some neighbouring panels, and where they begin in C.
+template <class Use> INLINE void each_format(const Matrix& matrix, int64_t panel, int panels, float* c, Use use) {
+    const Matrix* part = &matrix;
+    for (; part->next && panel + panels > part->first_next; part = part->next) {
+        const int own = panel < part->first_next ? int(part->first_next - panel) : 0;
+        if (own) use(*part, panel, own, c);
+        panel += own - part->first_next, panels -= own, c += own * LANES;
+    }
+    use(*part, panel, panels, c);
+}
+
 // The rows that a product multiplies, in the number format for weights W. `stride`: elements of a row, with padding.
 template <class W> struct Rows {
     static constexpr bool IS_QUANTIZED = false;
@@ -69,7 +80,9 @@ template <class W> struct Rows {
 #if defined(__AMX_BF16__)
         if constexpr (std::is_same_v<W, bf16>)
             if (matrix.num_bits <= 8)
-                return multiply_groups_by(matrix, row, count, panel, panels, c, ldc, prefetch.lines_per_step > 0);
+                return each_format(matrix, panel, panels, c, [&](const Matrix& part, int64_t first, int size, float* to) {
+                    multiply_groups_by(part, row, count, first, size, to, ldc, prefetch.lines_per_step > 0);
+                });
 #endif
         const W* weights = static_cast<const W*>(matrix.panels) + panel * LANES * matrix.depth;
         multiply(values + row * stride, stride, count, weights, panels, matrix.depth, c, ldc, prefetch);
@@ -145,6 +158,14 @@ template <> struct Rows<Group> {
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
                      Prefetch) const {
+        each_format(matrix, panel, panels, c, [&](const Matrix& part, int64_t first, int size, float* to) {
+            multiply_groups_by(part, row, rows, first, size, to, ldc);
+        });
+    }
+
+  private:
+    void multiply_groups_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c,
+                            int64_t ldc) const {
         const int64_t place = place_of(row, 0), first = matrix.first_residual / LANES;
         const GroupedRows a{groups + place, residuals + place, has_residual + place, block_rows};
         multiply(a, rows, matrix, panel, panels, c, ldc);
@@ -155,7 +176,6 @@ template <> struct Rows<Group> {
         add_residuals(more, rows, width, c, ldc);
     }
 
-  private:
     Rows moved(int64_t place, int64_t rows) const {
         Rows own = *this;
         own.groups += place, own.residuals += place, own.has_residual += place, own.block_rows = rows;

@@ -31,6 +31,7 @@ class _InPlanes(NamedTuple):
 
 
 _IN_PLANES = {
+    2: _InPlanes(16, 0, has_offsets=True),
     3: _InPlanes(16, 4, has_offsets=False),
     5: _InPlanes(32, 0, has_offsets=True),
     6: _InPlanes(16, 32, has_offsets=False),
@@ -45,9 +46,9 @@ class GroupedWeight:
 
     An element is `scale * value + offset`, or with a table `scale * table[value] + offset`. Values of 8 bits are int8
     `[out, in]`, or float8 (e4m3). Values of 4 bits, 0 to 15, are uint8 `[out, in / 2]`: the first of two neighbours is
-    in the low half. Values of 3, 5 and 6 bits are uint8 `[out, in * bits / 8]` in planes (`planes.py`). Those of 5
-    bits, 0 to 31, have offsets. Those of 6 bits, 0 to 63, stand for 32 less, and those of 3 bits for 4 less; they have
-    no offsets, and 16 share a scale.
+    in the low half. Values of 2, 3, 5 and 6 bits are uint8 `[out, in * bits / 8]` in planes (`planes.py`). Those
+    of 2 bits, 0 to 3, and of 5 bits, 0 to 31, have offsets. Those of 6 bits, 0 to 63, stand for 32 less, and those of 3
+    bits for 4 less; they have no offsets. Of 2, 3 and 6 bits 16 share a scale. Counts of 2 bits are below 16.
 
     Scales and offsets are `[out, in / group_size]`, of any floating dtype. With steps they are uint8, and stand for so
     many times the step that they share with neighbours along `in`. Without offsets they are int8. Only 4 bits with
@@ -64,7 +65,7 @@ class GroupedWeight:
 
     def __post_init__(self) -> None:
         if self.num_bits not in (4, 8, *BITS_IN_PLANES):
-            raise ValueError(f"grouped weights have 3, 4, 5, 6 or 8 bits, not {self.num_bits}")
+            raise ValueError(f"grouped weights have 2, 3, 4, 5, 6 or 8 bits, not {self.num_bits}")
         if self.table is not None and (self.num_bits != 4 or len(self.table) != _CODES):
             raise ValueError(f"a table is of the {_CODES} values of 4 bits")
         if self.scales.shape[1] < 1 or self.num_inputs % self.scales.shape[1]:
@@ -130,7 +131,7 @@ class GroupedWeight:
         return replace(self, scales=scales, offsets=offsets, scale_steps=None, offset_steps=None)
 
     def regular(self) -> "GroupedWeight":
-        """The same numbers with 4 or 8 bits; 6 bits become the nearest of 255 steps in groups of 32.
+        """The same numbers with 4 or 8 bits; 2 and 6 bits become the nearest of 255 steps in groups of 32.
 
         So do 3 bits with counts of more than 6.
         """

@@ -1,8 +1,8 @@
-"""Integers of 3, 5 or 6 bits in planes, as the kernels read them (`cpu/csrc/grouped/panel.h` draws them).
+"""Integers of 2, 3, 5 or 6 bits in planes, as the kernels read them (`cpu/csrc/grouped/panel.h` draws them).
 
 Each 32 neighbours of a row are 8 words of four bytes, and a value's bits are stored apart: first the lower 4 bits of
-all, in 4 words, or of 3 bits the lower 2 in 2 words; then the others. A stored word holds fields of `width` bits: the
-lowest fields of its four bytes are those of one word of values, the next fields those of the next word, and so on.
+all, in 4 words, or of 2 and 3 bits the lower 2 in 2 words; then the others. A stored word holds fields of `width` bits:
+the lowest fields of its four bytes are those of one word of values, the next fields those of the next word, and so on.
 """
 
 import torch
@@ -15,8 +15,10 @@ def joined(planes: torch.Tensor, num_bits: int) -> torch.Tensor:
     """uint8 `[n, elements * num_bits / 8] -> [n, elements]`"""
     words = planes.reshape(len(planes), -1, num_bits, 4)
     first = 4 if num_bits > 4 else 2
-    low, high = _fields(words[:, :, :first], first), _fields(words[:, :, first:], num_bits - first)
-    return (low | high << first).flatten(1)
+    values = _fields(words[:, :, :first], first)
+    if num_bits > first:
+        values = values | _fields(words[:, :, first:], num_bits - first) << first
+    return values.flatten(1)
 
 
 def paired(halves: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from chairlift.models.safetensors_header import TensorPlace, read_places
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are stored plainly
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _ROWS_COMPARED = 4096
+_SHARING_BYTES = 2  # bits of values of which a scale and an offset share a byte
 _NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16 if they are numbers, and steps in any case
 
 
@@ -47,7 +48,8 @@ class GroupFormat:
 
     def regular(self) -> "GroupFormat":
         """Describes what `GroupedWeight.regular` makes of it."""
-        return GroupFormat(8, GROUP_ALIGNMENT, self.scale_bytes, self.has_offsets) if self.is_in_planes else self
+        has_offsets = self.has_offsets and self.group_size == GROUP_ALIGNMENT  # smaller groups are rounded
+        return GroupFormat(8, GROUP_ALIGNMENT, self.scale_bytes, has_offsets) if self.is_in_planes else self
 
     def num_bytes(self, num_elements: int, *, is_on_gpu: bool) -> int:
         """Counts the memory of so many weights."""
@@ -57,7 +59,8 @@ class GroupFormat:
             return num_values + num_scales * self.scale_bytes
         if not self.scales_per_step:
             return num_values + num_scales * _NATIVE_SCALE_BYTES
-        return num_values + num_scales + num_scales // self.scales_per_step * _NATIVE_SCALE_BYTES
+        num_counts = num_scales // 2 if self.num_bits == _SHARING_BYTES else num_scales
+        return num_values + num_counts + num_scales // self.scales_per_step * _NATIVE_SCALE_BYTES
 
 
 def stacked_format(formats: Sequence[GroupFormat], *, is_on_gpu: bool) -> GroupFormat | None:

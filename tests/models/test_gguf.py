@@ -32,11 +32,11 @@ from tests.support.gguf_files import Kind, finish, new_writer, write_model
 from tests.support.kernels import needs_kernels
 
 LEGACY = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
-EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
+EXACT = [*LEGACY, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q3_K, Kind.Q2_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
 FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4)
-NUM_BITS = dict.fromkeys(FOUR_BITS, 4) | {Kind.Q3_K: 3, Kind.Q5_K: 5, Kind.Q6_K: 6}
-SCALES_PER_STEP = {Kind.Q3_K: 16, Kind.Q4_K: 8, Kind.Q5_K: 8, Kind.Q6_K: 16}
-BITS_WITH_STEPS = {Kind.Q3_K: 3.5625, Kind.Q4_K: 4.625, Kind.Q5_K: 5.625, Kind.Q6_K: 6.5625}
+NUM_BITS = dict.fromkeys(FOUR_BITS, 4) | {Kind.Q2_K: 2, Kind.Q3_K: 3, Kind.Q5_K: 5, Kind.Q6_K: 6}
+SCALES_PER_STEP = {Kind.Q2_K: 16, Kind.Q3_K: 16, Kind.Q4_K: 8, Kind.Q5_K: 8, Kind.Q6_K: 16}
+BITS_WITH_STEPS = {Kind.Q2_K: 2.625, Kind.Q3_K: 3.5625, Kind.Q4_K: 4.625, Kind.Q5_K: 5.625, Kind.Q6_K: 6.5625}
 DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
 
@@ -93,10 +93,10 @@ def read_blocks(path: Path, kind: Kind, num_rows: int = 37) -> tuple[GroupedWeig
 @pytest.mark.parametrize(("kind", "num_rows"), [*((kind, 37) for kind in EXACT), (Kind.Q4_1, 5000)])
 def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind, num_rows: int) -> None:
     read, expected = read_blocks(tmp_path / "blocks.gguf", kind, num_rows)
-    assert (read.num_bits, read.group_size) == (NUM_BITS.get(kind, 8), 16 if kind in (Kind.Q3_K, Kind.Q6_K) else 32)
+    assert (read.num_bits, read.group_size) == (NUM_BITS.get(kind, 8), 16 if SCALES_PER_STEP.get(kind) == 16 else 32)
     assert read.scales_per_step == SCALES_PER_STEP.get(kind, 0)
     assert torch.equal(read.dequantize(), expected)
-    if kind is not Kind.Q6_K:
+    if kind not in (Kind.Q2_K, Kind.Q6_K):
         assert torch.equal(read.regular().dequantize(), expected)
 
 

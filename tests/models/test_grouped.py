@@ -175,7 +175,7 @@ def test_steps_that_are_not_of_4_bits_with_offsets_are_refused() -> None:
 
 def test_what_makes_no_matrix_is_refused() -> None:
     values, scales = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 4)
-    with pytest.raises(ValueError, match="3, 4, 5, 6 or 8 bits, not 7"):
+    with pytest.raises(ValueError, match="2, 3, 4, 5, 6 or 8 bits, not 7"):
         GroupedWeight(7, values, scales)
     with pytest.raises(ValueError, match="6 inputs do not make 4 groups of one size"):
         GroupedWeight(8, values, scales)

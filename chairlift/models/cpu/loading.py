@@ -45,8 +45,9 @@ def _unpack(kind: Kind, blocks: torch.Tensor, places: Groups) -> None:
 
 _LEGACY = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
 _CODES = (Kind.IQ4_NL, Kind.MXFP4)
+_SUPERBLOCKS = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 
-UNPACKER = Unpacker(frozenset((*_LEGACY, *_CODES, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)), _unpack)
+UNPACKER = Unpacker(frozenset((*_LEGACY, *_CODES, *_SUPERBLOCKS)), _unpack)
 """Reads the types of blocks that most GGUF files consist of."""
 
 

@@ -30,6 +30,7 @@ LANES = 16
 DEPTH_ALIGNMENT = 64
 _CHANGES = {4: Change.FOLD_HALVES, 8: Change.TO_UNSIGNED}  # of values; those in planes stand as they are
 _UNITS = {3: 1 / 8, 4: 1 / 16}  # the kernels see multiples of these values
+_SHARING_BYTES = 2  # bits of values of which a scale and an offset share a byte
 _ZERO_OF_4_BITS = 8  # the value that represents 0 in a matrix without offsets
 _OFFSET_OF_BYTE = -240.0  # units of an offset per step of its byte
 
@@ -114,10 +115,13 @@ def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Ten
     if weight.offset_steps is not None:
         steps = torch.stack((steps, weight.offset_steps), dim=2).flatten(1)
     unit = _UNITS.get(weight.num_bits, 1.0)
+    scales, offsets = weight.scales, weight.offsets
+    if weight.num_bits == _SHARING_BYTES and offsets is not None:
+        scales, offsets = scales | offsets << 4, None
     return PackedMatrix(
         *_values_of(weight, bias),
-        _by_panel(weight.scales),
-        None if weight.offsets is None else _by_panel(weight.offsets),
+        _by_panel(scales),
+        None if offsets is None else _by_panel(offsets),
         _by_panel(steps),
         weight.scales_per_step,
         pad_rows(torch.full((weight.num_outputs,), unit), LANES),

@@ -28,8 +28,6 @@ _BYTES_OF_1 = 0x0101010101010101
 _A_BIT_EACH = 0x8040201008040201 - 2**64  # the first byte's lowest bit, the second byte's next, and so on
 _GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
 _ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
-_Q8_MAX = 127
-_PAIRS_OF_BITS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]  # where they stand in a byte
 _IQ4_TABLE = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 
 
@@ -231,22 +229,11 @@ def _decode_q6_k(blocks: torch.Tensor) -> Groups:
     return Groups(values.view(torch.uint8), blocks[:, 192:208].view(torch.int8), None, _halves(blocks[:, 208:]))
 
 
-def _steps(largest: torch.Tensor) -> torch.Tensor:
-    """Magnitudes of 16 neighbours `[n, 16]` -> float16 `[n, 8]`: steps for 32, of which each is 127 at most."""
-    exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
-    steps = exact.half()
-    return (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
-
-
 def _decode_q2_k(blocks: torch.Tensor) -> Groups:
-    """16 neighbours share a scale and an offset: in groups of 32 they are rounded to 255 steps."""
-    values = (blocks[:, 16:80].view(-1, 2, 1, 32) >> _PAIRS_OF_BITS) & 3  # [n, 2, 4, 32]
-    scales = _halves(blocks[:, 80:82]).float() * (blocks[:, :16] & 15)
-    minima = _halves(blocks[:, 82:84]).float() * (blocks[:, :16] >> 4)
-    exact = values.view(-1, 16, 16) * scales[..., None] - minima[..., None]
-    steps = _steps(exact.abs().amax(dim=-1))
-    inverse = 1 / steps.float().clamp(min=torch.finfo(torch.float32).tiny)
-    return Groups((exact.view(-1, 8, 32) * inverse[..., None]).round_().to(torch.int8), steps)
+    """16 neighbours share a scale and an offset, counts of 4 bits."""
+    values = planes.exchanged(_words(blocks[:, 16:80]).view(-1, 2, 4), 2).transpose(1, 2).reshape(len(blocks), -1)
+    scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    return Groups(values.view(torch.uint8), scales, minima, _halves(blocks[:, 80:82]), -_halves(blocks[:, 82:84]))
 
 
 def _decode_q3_k(blocks: torch.Tensor) -> Groups:
@@ -285,7 +272,7 @@ _BLOCKS = {
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True, has_steps=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 5, torch.float32, has_offsets=True, has_steps=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 6, has_steps=True, group_size=16),
-    Kind.Q2_K: _Blocks(_decode_q2_k, 8),
+    Kind.Q2_K: _Blocks(_decode_q2_k, 2, torch.float32, has_offsets=True, has_steps=True, group_size=16),
     Kind.Q3_K: _Blocks(_decode_q3_k, 3, has_steps=True, group_size=16),
     Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),
     Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 4, torch.float32, table=_IQ4_TABLE),

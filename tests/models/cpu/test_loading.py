@@ -24,7 +24,7 @@ def with_extremes(kind: Kind, num_rows: int, num_blocks: int) -> np.ndarray[Any,
     """Random blocks, the first of which have scales at the ends of what float16 holds."""
     blocks = random_blocks(kind, num_rows, num_blocks).reshape(num_rows * num_blocks, -1)
     halves = np.array(EXTREMES, np.float16).view(np.uint8).reshape(-1, 2)
-    place = slice(-2, None) if kind in (Kind.Q3_K, Kind.Q6_K) else slice(0, 2)
+    place = slice(-2, None) if kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K) else slice(0, 2)
     blocks[: len(halves), place] = halves
     return blocks.reshape(num_rows, -1)
 

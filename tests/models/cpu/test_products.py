@@ -33,11 +33,12 @@ FORMATS = {  # bits, group size, whether there are offsets
     "MXFP4": (4, 32, False),
     "groups of 64 by a table": (4, 64, False),
     "Q4_K": (4, 32, True),
+    "Q2_K": (2, 16, True),
     "Q3_K": (3, 16, False),
     "Q5_K": (5, 32, True),
     "Q6_K": (6, 16, False),
 }
-SCALES_PER_STEP = {"Q3_K": 4, "Q4_K": 2, "Q5_K": 3, "Q6_K": 4}  # 8 or 16 in files
+SCALES_PER_STEP = {"Q2_K": 4, "Q3_K": 4, "Q4_K": 2, "Q5_K": 3, "Q6_K": 4}  # 8 or 16 in files
 TABLES = {
     "MXFP4": mxfp4.TABLE,
     "groups of 64 by a table": torch.arange(-128, 128, 17, dtype=torch.int8),
@@ -51,7 +52,10 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
     values = torch.randint(0, 256, (VOCAB, num_inputs * num_bits // 8), generator=generator, dtype=torch.uint8)
     shape = VOCAB, num_inputs // group_size
     if name in SCALES_PER_STEP:
-        counts = [torch.randint(0, 64, shape, generator=generator, dtype=torch.uint8) for _ in range(2)]
+        counts = [
+            torch.randint(0, 16 if num_bits == 2 else 64, shape, generator=generator, dtype=torch.uint8)
+            for _ in range(2)
+        ]
         shape = VOCAB, shape[1] // SCALES_PER_STEP[name]
         steps = [torch.randn(shape, generator=generator).exp().half() for _ in range(2)]
         if not has_offsets:

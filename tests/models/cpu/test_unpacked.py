@@ -40,12 +40,15 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
     """bfloat16 `[padded out, in]`, without the units: 256 scales times 1 + byte / 256, plus what corrects for that."""
     assert matrix.scales is not None
     scales, offsets = matrix.scales.float(), torch.zeros(1) if matrix.offsets is None else matrix.offsets.float()
+    if matrix.num_bits == 2:
+        assert matrix.scales is not None
+        scales, offsets = (matrix.scales & 15).float(), (matrix.scales >> 4).float()
     if matrix.steps is not None:
         steps = matrix.steps.float().repeat_interleave(matrix.scales_per_step, dim=1)
-        num_steps = 1 if matrix.offsets is None else 2
+        num_steps = 1 if offsets.dim() == 1 else 2
         both = steps.view(len(steps), -1, num_steps, matrix.scales_per_step, LANES).transpose(2, 3).flatten(1, 2)
         scales, offsets = scales * both[:, :, 0], offsets * ((16 if matrix.num_bits == 4 else 1) * both[:, :, -1])
-    is_around_zero = matrix.num_bits == 8 or matrix.offsets is None
+    is_around_zero = matrix.num_bits == 8 or (matrix.offsets is None and matrix.num_bits != 2)
     offsets = offsets + scales * -(256.0 + (32 if matrix.num_bits in (3, 6) else 128) * is_around_zero)
 
     def by_element(each: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,10 @@ struct Codes4 {
     static constexpr int STORED_BITS = 4, BITS = 8, TIMES = 1, SCALES = 1;
     static constexpr bool HAS_STEPS = false;
 };
+struct Planes2 {
+    static constexpr int STORED_BITS = 2, BITS = 2, TIMES = 1, SCALES = 2;
+    static constexpr bool HAS_STEPS = true;
+};
 struct Planes3 {
     static constexpr int STORED_BITS = 3, BITS = 6, TIMES = 8, SCALES = 2;
     static constexpr bool HAS_STEPS = true;
@@ -39,7 +43,7 @@ struct Planes6 {
 
 // The byte that represents 0 in what is multiplied.
 template <class Format, bool HAS_OFFSETS>
-constexpr int32_t ZERO_OF = Format::SCALES > 1 ? HALF_ZERO : Format::BITS == 8 || !HAS_OFFSETS ? ZERO : 0;
+constexpr int32_t ZERO_OF = HAS_OFFSETS && Format::BITS < 8 ? 0 : Format::SCALES > 1 ? HALF_ZERO : ZERO;
 
 // Calls a function with the format of a matrix, and with whether it has offsets, as types. Its results are of one type.
 template <class Use> INLINE auto with_format(const Matrix& matrix, Use use) {
@@ -49,6 +53,7 @@ template <class Use> INLINE auto with_format(const Matrix& matrix, Use use) {
     if (matrix.num_bits == 6) return use(Planes6{}, has_none);
     if (matrix.num_bits == 5) return use(Planes5{}, has_offsets);
     if (matrix.num_bits == 3) return use(Planes3{}, has_none);
+    if (matrix.num_bits == 2) return use(Planes2{}, has_offsets);
     if (matrix.table) return use(Codes4{}, has_none);
     if (matrix.steps) return use(SteppedHalves4{}, has_offsets);
     return matrix.offsets ? use(Halves4{}, has_offsets) : use(Halves4{}, has_none);
@@ -88,11 +93,15 @@ constexpr int low_bits_of(int bits) { return bits > 4 ? 4 : 2; }
 template <class Format>
 INLINE void join_planes(const u32x16 (&lines)[Format::STORED_BITS], u32x16 (&words)[GROUP_WORDS]) {
     constexpr int LOW = low_bits_of(Format::STORED_BITS), HIGH = Format::STORED_BITS - LOW;
-    constexpr int LOW_SHARING = 8 / LOW, HIGH_SHARING = 8 / HIGH, UP = __builtin_ctz(Format::TIMES);
+    constexpr int SHARING = 8 / LOW, UP = __builtin_ctz(Format::TIMES);
 #pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++)
-        words[w] = field_of<LOW, UP>(lines[w / LOW_SHARING], w % LOW_SHARING * LOW) |
-                   field_of<HIGH, UP + LOW>(lines[LOW + w / HIGH_SHARING], w % HIGH_SHARING * HIGH);
+    for (int w = 0; w < GROUP_WORDS; w++) {
+        words[w] = field_of<LOW, UP>(lines[w / SHARING], w % SHARING * LOW);
+        if constexpr (HIGH > 0) {
+            constexpr int OTHERS = 8 / HIGH;
+            words[w] = words[w] | field_of<HIGH, UP + LOW>(lines[LOW + w / OTHERS], w % OTHERS * HIGH);
+        }
+    }
 }
 
 // `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
@@ -103,7 +112,7 @@ INLINE void load_words(const char* from, int64_t ahead, const uint8_t* table, u3
         __builtin_prefetch(from + i * 64 + ahead, 0, 2);
         return load<u32x16>(from + i * 64);
     };
-    if constexpr (LINES * SHARING != GROUP_WORDS) {
+    if constexpr (LINES != GROUP_WORDS && LINES != 4) {
         u32x16 lines[LINES];
 #pragma GCC unroll 8
         for (int i = 0; i < LINES; i++) lines[i] = load_line(i);

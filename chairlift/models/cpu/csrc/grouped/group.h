@@ -39,6 +39,11 @@ struct Group {
 
     // What products with weights that have `SCALES` scales for a group start from, of the part that one scale is for.
     template <int SCALES> INLINE int32_t shift_of(int part) const { return SCALES == 1 ? shift : half_shifts[part]; }
+
+    // The sum of the elements of that part.
+    template <int SCALES> INLINE float sum_of(int part) const {
+        return SCALES == 1 ? sum : scale * float((START - half_shifts[part]) / HALF_ZERO);
+    }
 };
 
 // Up to 32 rows that are multiplied at once, stored depth first, so that a product reads them in order.

@@ -26,7 +26,8 @@
 // With 5 or 6 bits each 32 elements of a column have two planes: 4 lines of their lower 4 bits, as above, and then as
 // many lines as there are further bits, where a byte has those of several words, from its lowest bits on. Values are
 // multiplied as they are. 6 bits have no offsets: 32 stands for zero, and a scale is of 16 neighbours. 3 bits are
-// likewise, with 2 bits in the first plane; 4 stands for zero, and they are multiplied as 8 times themselves.
+// likewise, with 2 bits in the first plane; 4 stands for zero, and they are multiplied as 8 times themselves. 2 bits have
+// one plane, and a scale and an offset for 16 neighbours, which share a byte: the scale is in its low half.
 //
 // Scales and offsets are multiples of their column's unit: float16 or unsigned bytes. As a byte a scale is the byte,
 // and an offset -240 times the byte. (With scales up to 255 units, weights on both sides of 0 need offsets from 0 down
@@ -58,7 +59,8 @@ template <class Format> INLINE int32_t byte_of(const uint8_t* group, int64_t ele
     };
     if (LINES == 4) return Format::BITS == 8 ? table[field(0, 4)] : Format::TIMES * field(0, 4);
     constexpr int LOW = low_bits_of(LINES);
-    return Format::TIMES * (field(0, LOW) | field(LOW, LINES - LOW) << LOW);
+    const int32_t high = LINES > LOW ? field(LOW, LINES > LOW ? LINES - LOW : 1) : 0;
+    return Format::TIMES * (field(0, LOW) | high << LOW);
 }
 
 // Reads `count` weights of a column.
@@ -70,17 +72,19 @@ static void read_column_of(const Matrix& matrix, int64_t column, int64_t count, 
     const float unit = matrix.units[column];
     ScaleReader<Format, HAS_OFFSETS, 1> reader(matrix, panel, 0, 0);
     GroupScales<1, Format::SCALES> read;
-    float scales[Format::SCALES][LANES], offsets[LANES];
+    float scales[Format::SCALES][LANES], offsets[Format::SCALES][LANES];
     for (int64_t k = 0; k < count; k++) {
         const int64_t element = k % GROUP;
         if (element == 0) {
             reader.next(read);
-            for (int s = 0; s < Format::SCALES; s++) store16(scales[s], read.scales[0][s] * unit);
-            store16(offsets, read.offsets[0] * unit);
+            for (int s = 0; s < Format::SCALES; s++) {
+                store16(scales[s], read.scales[0][s] * unit);
+                store16(offsets[s], read.offsets[0][s] * unit);
+            }
         }
         const int32_t byte = byte_of<Format>(from + k / GROUP * GROUP_BYTES + lane * 4, element, matrix.table);
-        const float scale = scales[element * Format::SCALES / GROUP][lane];
-        to[k] = scale * float(byte - ZERO_OF<Format, HAS_OFFSETS>) + offsets[lane];
+        const int64_t part = element * Format::SCALES / GROUP;
+        to[k] = scales[part][lane] * float(byte - ZERO_OF<Format, HAS_OFFSETS>) + offsets[part][lane];
     }
 }
 

@@ -66,9 +66,10 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
             ScaleRegisters<PANELS, SCALES> by;
             for (int p = 0; p < PANELS; p++) {
                 select_columns(all_words[p], lane, words[p]);
-                for (int s = 0; s < SCALES; s++)
+                for (int s = 0; s < SCALES; s++) {
                     by.scales[p][s] = register_of<f32_register>(all.scales[p][s], lane);
-                by.offsets[p] = register_of<f32_register>(all.offsets[p], lane);
+                    by.offsets[p][s] = register_of<f32_register>(all.offsets[p][s], lane);
+                }
             }
             add_rows<Format::BITS, HAS_OFFSETS>(a, place, rows, residuals, words, by, c + lane, ldc);
         }

@@ -5,17 +5,19 @@
 
 // A register of the scales and offsets of a group of each panel.
 template <int PANELS, int SCALES> struct ScaleRegisters {
-    f32_register scales[PANELS][SCALES], offsets[PANELS];
+    f32_register scales[PANELS][SCALES], offsets[PANELS][SCALES];
 };
 
 // Adds the products of a row's group with a register of columns, one for each scale, to elements of C.
 template <bool HAS_OFFSETS, int SCALES>
 INLINE void add_scaled(const Group& group, const i32_register (&dots)[SCALES], const f32_register (&scales)[SCALES],
-                       f32_register offset, float* to) {
+                       const f32_register (&offsets)[SCALES], float* to) {
     f32_register product = scaled(dots[0], scales[0]);
     if (SCALES > 1) product += scaled(dots[SCALES - 1], scales[SCALES - 1]);
     f32_register sum = fma16(group.scale - f32_register{}, product, load<f32_register>(to));
-    if (HAS_OFFSETS) sum = fma16(group.sum - f32_register{}, offset, sum);
+    if (HAS_OFFSETS)
+        for (int s = 0; s < SCALES; s++)
+            sum = fma16(group.template sum_of<SCALES>(s) - f32_register{}, offsets[s], sum);
     store_raw(to, sum);
 }
 

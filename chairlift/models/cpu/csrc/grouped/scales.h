@@ -24,7 +24,7 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead) {
 
 // The scales and offsets of a group of 32 in some neighbouring panels.
 template <int PANELS, int SCALES> struct GroupScales {
-    f32x16 scales[PANELS][SCALES] = {}, offsets[PANELS] = {};
+    f32x16 scales[PANELS][SCALES] = {}, offsets[PANELS][SCALES] = {};
 };
 
 // Reads them, of one group after the other.
@@ -70,22 +70,28 @@ template <class Format, bool HAS_OFFSETS, int PANELS> class ScaleReader {
         for (int p = 0; p < PANELS; p++) {
             const int64_t at = place + p * panel_scales;
             to.scales[p][0] = load_scales(matrix, at, ahead);
-            if (HAS_OFFSETS) to.offsets[p] = load_offsets(matrix, at, ahead);
+            if (HAS_OFFSETS) to.offsets[p][0] = load_offsets(matrix, at, ahead);
         }
     }
 
     INLINE void load_counts(Read& to) {
         typedef std::conditional_t<HAS_OFFSETS, uint8_t, int8_t> Count;
+        constexpr bool ARE_HALVES = HAS_OFFSETS && Format::SCALES > 1;  // a scale and an offset share a byte
         left_of_run -= Format::SCALES;
         if (left_of_run < 0) load_steps();
-        for (int p = 0; p < PANELS; p++) {
+        for (int p = 0; p < PANELS; p++)
             for (int s = 0; s < Format::SCALES; s++) {
                 const int64_t at = place + p * panel_scales + s * LANES;
-                to.scales[p][s] = load_ahead<Count>(matrix.scales, at, ahead) * scale_steps[p];
+                f32x16 scale = load_ahead<Count>(matrix.scales, at, ahead), offset{};
+                if constexpr (ARE_HALVES) {
+                    offset = convert<f32x16>(convert<i32x16>(scale * 0.0625f));
+                    scale = scale - offset * 16.0f;
+                } else if (HAS_OFFSETS) {
+                    offset = load_ahead<uint8_t>(matrix.offsets, at, ahead);
+                }
+                to.scales[p][s] = scale * scale_steps[p];
+                if (HAS_OFFSETS) to.offsets[p][s] = offset * offset_steps[p];
             }
-            const int64_t at = place + p * panel_scales;
-            if (HAS_OFFSETS) to.offsets[p] = load_ahead<uint8_t>(matrix.offsets, at, ahead) * offset_steps[p];
-        }
     }
 
     INLINE void load_steps() {

@@ -61,7 +61,9 @@ static void unpack_groups(const Matrix& matrix, int64_t panel, int64_t group, in
     for (int64_t i = 0; i < count; i++, from += GROUP_BYTES) {
         reader.next(by);
         const auto scale = [&](int w) { return by.scales[0][w * Format::SCALES / GROUP_WORDS]; };
-        const auto offset = [&](int w) { return by.offsets[0] + scale(w) * -(ONES + ZERO_BYTE); };
+        const auto offset = [&](int w) {
+            return by.offsets[0][w * Format::SCALES / GROUP_WORDS] + scale(w) * -(ONES + ZERO_BYTE);
+        };
         if constexpr (Format::BITS == 4) {
 #pragma GCC unroll 4
             for (int w = 0; w < GROUP_WORDS; w += 2, to += 2 * WORD) {

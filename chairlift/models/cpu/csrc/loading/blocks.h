@@ -10,7 +10,7 @@ constexpr int GROUP_ELEMENTS = 32, SUPERBLOCK_GROUPS = 8;
 
 // Where a run of blocks goes: one element of `scales` for each group, or two, and of the steps for each block.
 struct Unpacked {
-    uint8_t* values;  // bytes, with 4 bits two neighbours in each, with 3, 5 or 6 bits in planes
+    uint8_t* values;  // bytes, with 4 bits two neighbours in each, with 2, 3, 5 or 6 bits in planes
     void* scales;
     void* offsets;
     uint16_t* scale_steps;
@@ -155,6 +155,20 @@ struct Q4_K {
     }
 };
 
+struct Q2_K {
+    static constexpr int NUMBER = 10, NUM_BYTES = 84, NUM_BITS = 2, NUM_GROUPS = SUPERBLOCK_GROUPS;
+    static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
+        for (int g = 0; g < SUPERBLOCK_GROUPS; g++)
+            write_plane<2>(block + 16 + g / 4 * 32, g % 4 * 2, values + 8 * g);
+        for (int i = 0; i < 16; i++) {
+            static_cast<uint8_t*>(to.scales)[2 * place + i] = block[i] & 15;
+            static_cast<uint8_t*>(to.offsets)[2 * place + i] = block[i] >> 4;
+        }
+        to.scale_steps[place / SUPERBLOCK_GROUPS] = load_bits(block + 80);
+        to.offset_steps[place / SUPERBLOCK_GROUPS] = uint16_t(load_bits(block + 82) ^ 0x8000);
+    }
+};
+
 struct Q3_K {
     static constexpr int NUMBER = 11, NUM_BYTES = 110, NUM_BITS = 3, NUM_GROUPS = SUPERBLOCK_GROUPS;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
@@ -214,5 +228,6 @@ bool unpack_kind(int number, const uint8_t* blocks, int64_t count, const Unpacke
 }
 
 inline bool unpack_blocks(int number, const uint8_t* blocks, int64_t count, const Unpacked& to) {
-    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q3_K, Q4_K, Q5_K, Q6_K>(number, blocks, count, to);
+    return unpack_kind<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K>(
+        number, blocks, count, to);
 }

@@ -156,7 +156,7 @@ class GroupedWeight:
         regular = self.regular()
         return regular if regular.num_bits == 8 else self._in_bytes()
 
-    def without_table(self) -> Self:
+    def without_table(self) -> "GroupedWeight":
         """The same numbers, with those of 8 bits in place of values that stand for them."""
         return self if self.table is None else self.widened()
 

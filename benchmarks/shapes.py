@@ -4,7 +4,9 @@ Speed can then be measured where nothing can be downloaded.
 """
 
 import argparse
+import itertools
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
         "vocab_size": 151936,
     },
+    "tinyllama-1.1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    },
+    "granite-3.2-2b": {
+        "model_type": "granite",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 49155,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0,
+    },
 }
-"""Fields of a config.json, of a Llama unless model_type says otherwise."""
+"""Fields of a config.json, of a Llama with tied embeddings unless they say otherwise. 1b is Llama 3.2's shape."""
 
-_MAX_POSITIONS = 4096
+_MAX_POSITIONS = 8192
+_BYTE_SPACE = "Ġ"  # a space in the alphabet of bytes
+_WORD_LETTERS = 4  # enough for half a million words
 
 
 def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Path:
@@ -56,11 +82,12 @@ def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Pat
     if (directory / "model.safetensors").is_file():
         return directory
     torch.manual_seed(0)
-    fields = {"model_type": "llama", "eos_token_id": 2, **SHAPES[shape]}  # OpenVINO GenAI does not run without one
-    config = AutoConfig.for_model(**fields, max_position_embeddings=_MAX_POSITIONS, tie_word_embeddings=True)
+    end = 2  # OpenVINO GenAI does not run without one
+    fields = {"model_type": "llama", "eos_token_id": end, "tie_word_embeddings": True, **SHAPES[shape]}
+    config = AutoConfig.for_model(**fields, max_position_embeddings=_MAX_POSITIONS)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
-    _byte_tokenizer().save_pretrained(directory)
+    _byte_tokenizer(config.vocab_size).save_pretrained(directory)
     return directory
 
 
@@ -78,10 +105,13 @@ def write_numbers(gguf: str, directory: Path) -> Path:
     return directory
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens: enough for a model whose text nobody reads."""
+def _byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Makes texts of bytes, and of all other tokens words, so that clients see each token of an answer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    words = ("".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=_WORD_LETTERS))
+    others = itertools.islice(words, max(0, vocab_size - len(alphabet)))
+    spelled = [*alphabet, *(f"{_BYTE_SPACE}{word}" for word in others)]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(spelled)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Keeps a server: starts it, says when it is healthy, and ends it when standard input ends.
 
 The driver sends one JSON line, `{"command": [...], "port": N}`, and reads one: `{"healthy_s": S, "version": "..."}`,
-seconds from the start of the server's process, or `{"error": "..."}`. What the server prints goes to standard error.
+seconds from the start of the server's process, or `{"error": "..."}`. With `"version"` in the order the server is not
+asked for it. What the server prints goes to standard error.
 Standard library only: peers' interpreters run this.
 """
 
@@ -59,7 +60,8 @@ def _keep() -> None:
     server = subprocess.Popen(order["command"], stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         wait_until_healthy(server, order["port"])
-        _answer({"healthy_s": time.monotonic() - started_at, "version": version_of(order["port"])})
+        healthy_s = time.monotonic() - started_at
+        _answer({"healthy_s": healthy_s, "version": order.get("version") or version_of(order["port"])})
         sys.stdin.read()
     except RuntimeError as error:
         _answer({"error": str(error)})

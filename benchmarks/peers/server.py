@@ -3,12 +3,13 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from peers.engines import Engine, UsageError
 from peers.keeper import free_port
 from peers.worker import Worker, WorkerError
+from peers.workers.llama_cpp_worker import command_of, environment_of, version_of
 from peers.workers.protocol import Settings
 
 _ADDRESS = "127.0.0.1"
@@ -20,10 +21,12 @@ _DEFAULTS = {
         "disable_uvicorn_access_log": "true",
         "disable_log_stats": "true",
     },
+    "llama.cpp": {},  # its prompts are never reused here
 }
 """Options of each kind of server where the command line has no others."""
 
 SERVERS = tuple(_DEFAULTS)
+_PATHS = ("preload", "binary", "gguf")  # options that are files of one machine, and no flags
 
 
 @dataclass(slots=True)
@@ -53,9 +56,14 @@ class Host:
         self.name = engine.name
         self.standing = ServerStanding(_options(engine))
         self._port = free_port()
-        self._command = (make_command or server_command)(engine, settings, self._port)
+        command = (make_command or server_command)(engine, settings, self._port)
         self._log = log
-        self._worker = Worker([sys.executable, "-m", "peers.keeper"], engine.environment(settings), log)
+        self._order: dict[str, object] = {"command": command, "port": self._port}
+        environment = engine.environment(settings)
+        if (binary := engine.options.get("binary")) is not None:  # a program, which its server does not describe
+            environment["LD_LIBRARY_PATH"] = environment_of(binary)["LD_LIBRARY_PATH"]
+            self._order["version"] = version_of(binary, environment)
+        self._worker = Worker([sys.executable, "-m", "peers.keeper"], environment, log)
 
     @property
     def url(self) -> str:
@@ -65,7 +73,7 @@ class Host:
         """Returns when it is healthy. Raises `WorkerError` if that fails, or takes longer than `limit_s`."""
         try:
             with self.turn():
-                answer = self._worker.ask({"command": self._command, "port": self._port}, limit_s)
+                answer = self._worker.ask(self._order, limit_s)
         except WorkerError as error:
             raise WorkerError(f"{self.name} did not start: {error}\n{Worker.tail_of(self._log)}") from None
         self.standing.healthy_s, self.standing.version = answer["healthy_s"], answer["version"]
@@ -83,14 +91,19 @@ class Host:
 
 
 def server_command(engine: Engine, settings: Settings, port: int) -> list[str]:
-    """The command line of an engine's server; the engine's options are its flags, `key=false` is `--no-key`."""
+    """The command line of an engine's server; the engine's options are its flags, `key=false` is `--no-key`.
+
+    Those of llama.cpp are the options of its worker.
+    """
+    if engine.kind == "llama.cpp":
+        return command_of(replace(settings, options=engine.options), port)
     listening = ["--dtype", settings.dtype, "--host", _ADDRESS, "--port", str(port)]
     start = _vllm(engine, settings) if engine.kind == "vllm" else _chairlift(engine, settings)
     return [*start, *listening, *(part for name, text in _options(engine).items() for part in _flag(name, text))]
 
 
 def _options(engine: Engine) -> dict[str, str]:
-    return _DEFAULTS[engine.kind] | {name: text for name, text in engine.options.items() if name != "preload"}
+    return _DEFAULTS[engine.kind] | {name: text for name, text in engine.options.items() if name not in _PATHS}
 
 
 def _chairlift(engine: Engine, settings: Settings) -> list[str]:

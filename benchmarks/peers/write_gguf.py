@@ -3,7 +3,7 @@
     convert/bin/python benchmarks/peers/write_gguf.py CHECKPOINT FILE.gguf --type q8_0
 
 Needs the packages gguf, safetensors and torch. llama.cpp's own converter knows tokenizers by their vocabulary, and not
-the byte tokenizer of these checkpoints; what is written here is what it would write for a Llama with tied embeddings.
+the byte tokenizer of these checkpoints; what is written here is what it would write for a Llama, a Qwen3 or a Granite.
 """
 
 import argparse
@@ -31,8 +31,22 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
-_OTHER_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+_OTHER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_ROTATING_NEIGHBOURS = ("llama", "granite")  # of the architectures that can be written: those whose halves GGUF mixes
+_ARCHITECTURES = (*_ROTATING_NEIGHBOURS, "qwen3")
+_SCALES = {  # fields of Granite's config, and the writer's names for them
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention_scale",
+    "logits_scaling": "logit_scale",
+}
 
 
 def main() -> None:
@@ -46,10 +60,15 @@ def main() -> None:
 
 
 def write(checkpoint: Path, file: Path, type_name: str) -> None:
-    """Norms in float32, all else in the given type; beside 4 bits the embedding, which is the head too, has 8."""
+    """Writes norms in float32 and all else in the given type; beside 4 bits the embedding has 8.
+
+    ValueError for a checkpoint of another architecture.
+    """
     fields = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    if fields["model_type"] not in _ARCHITECTURES:
+        raise ValueError(f"{checkpoint} is a {fields['model_type']}; write one of {', '.join(_ARCHITECTURES)}")
     matrix_type, file_type = _TYPES[type_name]
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, fields["model_type"])
     writer.add_file_type(file_type)
     _add_shape(writer, fields)
     _add_vocabulary(writer, checkpoint, fields["vocab_size"])
@@ -76,19 +95,24 @@ def _add_shape(writer: Any, fields: dict[str, Any]) -> None:
     writer.add_head_count(fields["num_attention_heads"])
     writer.add_head_count_kv(fields["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base((fields.get("rope_parameters") or fields)["rope_theta"])
     writer.add_vocab_size(fields["vocab_size"])
+    for field, scale in _SCALES.items():
+        if field in fields:
+            getattr(writer, f"add_{scale}")(fields[field])
 
 
 def _add_vocabulary(writer: Any, checkpoint: Path, vocab_size: int) -> None:
-    """The bytes, then tokens that no text becomes; a merge makes the last of these, since one there must be."""
+    """Adds the bytes, then tokens that no text becomes; a merge makes the last of these, since one there must be."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = [f"[unused{index}]" for index in range(vocab_size)]
-    tokens[-1] = tokens[-3] + tokens[-2]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for text, index in tokenizer["model"]["vocab"].items():
         tokens[index], types[index] = text, gguf.TokenType.NORMAL
+    tokens[-1] = tokens[-3] + tokens[-2]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
@@ -108,6 +132,8 @@ def _gguf_name(name: str) -> str:
 
 def _arranged(name: str, tensor: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
     """GGUF's Llamas rotate neighbours where Hugging Face's rotate halves, so rows of queries and keys change places."""
+    if fields["model_type"] not in _ROTATING_NEIGHBOURS:
+        return tensor.contiguous()
     num_heads = {"q_proj": fields["num_attention_heads"], "k_proj": fields["num_key_value_heads"]}
     for projection, count in num_heads.items():
         if f".{projection}." in name:

@@ -27,9 +27,9 @@ def load(session: Session) -> Generate:
     """Starts the server with a slot for each request of the largest workload, and waits until it is healthy."""
     settings = session.settings
     environment = environment_of(settings.options["binary"])
-    session.imported(llama_cpp=_version(settings.options["binary"], environment))
+    session.imported(llama_cpp=version_of(settings.options["binary"], environment))
     port = free_port()
-    command = _command(settings, port)
+    command = command_of(settings, port)
     session.about["command"] = command
     server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     wait_until_healthy(server, port)
@@ -41,8 +41,11 @@ def load(session: Session) -> Generate:
     return generate
 
 
-def _command(settings: Settings, port: int) -> list[str]:
-    """Threads on all cores, flash attention, no prompt cache, a context that is split evenly over the slots."""
+def command_of(settings: Settings, port: int) -> list[str]:
+    """Makes the command that serves a model.
+
+    It has threads on all cores, flash attention, no prompt cache, and a context that is split evenly over the slots.
+    """
     slot_tokens = -(-settings.max_tokens // 256) * 256
     threads = str(settings.num_threads)
     return [
@@ -89,7 +92,8 @@ def environment_of(binary: str) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
 
 
-def _version(binary: str, environment: dict[str, str]) -> str:
+def version_of(binary: str, environment: dict[str, str]) -> str:
+    """Asks the program for its version."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, env=environment)
     found = re.search(r"version: (.*)", done.stdout + done.stderr)
     return found.group(1) if found else "unknown"

@@ -1,0 +1,88 @@
+"""The evaluation with guidellm: what it is asked for, what is read of its report, and the files that servers share."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from evaluation import Cell, Client, Figures
+from gguf import GGUFReader
+from peers import write_gguf
+from peers.engines import Engine
+from peers.server import Host, server_command
+
+from tests.support.checkpoints import make_checkpoint
+
+from .conftest import SETTINGS
+
+PROGRAM = """#!/usr/bin/env python3
+import json, sys
+path = sys.argv[-1].partition("path=")[2]
+json.dump({report}, open(path, "w"))
+"""
+
+
+def summary(successful: float | None, incomplete: float | None, total: float = 0.0) -> dict[str, Any]:
+    """guidellm's figures of one measure; None: of no request."""
+    kinds = {"successful": successful, "incomplete": incomplete}
+    return {
+        **{kind: {"count": int(each is not None), "median": each or 0.0} for kind, each in kinds.items()},
+        "total": {"count": 1, "mean": total},
+    }
+
+
+def report(ttft: dict[str, Any], itl: dict[str, Any]) -> dict[str, Any]:
+    metrics = {
+        "request_totals": {"successful": 3, "incomplete": 2, "errored": 0, "total": 5},
+        "output_tokens_per_second": summary(10.0, 5.0, total=41.237),
+        "time_to_first_token_ms": ttft,
+        "inter_token_latency_ms": itl,
+    }
+    return {"benchmarks": [{"metrics": metrics}]}
+
+
+def test_figures_are_of_answered_requests_or_else_of_those_that_were_cut() -> None:
+    figures = Figures.of(report(summary(120.5, 900.0), summary(None, 25.25)))
+    assert (figures.output_tokens_per_s, figures.ttft_ms, figures.itl_ms) == (41.24, 120.5, 25.25)
+    assert (figures.num_completed, figures.num_cut, figures.num_failed) == (3, 2, 0)
+    assert Figures.of(report(summary(None, None), summary(None, None))).ttft_ms is None
+
+
+def test_guidellm_plays_a_cell_and_its_report_is_read(tmp_path: Path) -> None:
+    program = tmp_path / "guidellm"
+    program.write_text(PROGRAM.format(report=report(summary(120.0, None), summary(20.0, None))))
+    program.chmod(0o755)
+    client = Client(program, tmp_path / "model", requests_per_user=2, limit_s=30.0, scratch=tmp_path)
+    host = cast(Host, SimpleNamespace(url="http://127.0.0.1:1", name="chairlift"))
+    assert client.play(host, Cell("chat_lite", 8)).itl_ms == 20.0
+    command = " ".join(client.command(host.url, Cell("rag", 8), tmp_path / "report.json"))
+    for part in ("prompt_tokens=7680,output_tokens=512", "streams=8", "count=16", "seconds=30", "/v1/completions"):
+        assert part in command
+    program.write_text("#!/bin/sh\necho it has no tokenizer >&2; exit 1\n")
+    with pytest.raises(RuntimeError, match="guidellm failed at chairlift: it has no tokenizer"):
+        client.play(host, Cell("chat", 1))
+
+
+def test_llama_cpps_server_is_started_as_its_worker_starts_it() -> None:
+    engine = Engine("llama.cpp", "llama.cpp", "python", {"binary": "llama-server", "gguf": "model.gguf"})
+    command = server_command(engine, SETTINGS, 8123)
+    assert command[:7] == ["llama-server", "--model", "model.gguf", "--host", "127.0.0.1", "--port", "8123"]
+    assert {"--no-cache-prompt", "--parallel"} <= set(command)
+
+
+@pytest.mark.parametrize(("model_type", "turns"), [("llama", True), ("qwen3", False)])
+def test_a_checkpoints_rows_are_written_in_the_order_of_its_architecture(
+    tmp_path: Path, model_type: str, turns: bool
+) -> None:
+    model = make_checkpoint(tmp_path / "model", model_type=model_type, num_hidden_layers=1, dtype=torch.bfloat16)
+    write_gguf.write(tmp_path / "model", tmp_path / "model.gguf", "f16")
+    tensors = {each.name: each for each in GGUFReader(tmp_path / "model.gguf").tensors}
+    queries = model.model.layers[0].self_attn.q_proj.weight.detach().half()
+    config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
+    heads = queries.view(config["num_attention_heads"], 2, -1, queries.shape[1])
+    expected = heads.swapaxes(1, 2).reshape(queries.shape) if turns else queries
+    assert np.array_equal(tensors["blk.0.attn_q.weight"].data, expected.numpy())
+    assert ("blk.0.attn_q_norm.weight" in tensors) == (model_type == "qwen3")

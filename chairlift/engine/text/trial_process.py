@@ -3,8 +3,8 @@
 `grammar_trials` starts this file by its path. It imports llguidance and no other module of the server, and forks a
 child for every grammar, with limits of processor time, memory and stack.
 
-The program's standard input is a socket over which it receives further sockets: the first for its settings (the keyword
-arguments of `LLTokenizer` and the parser's limits), then one per grammar. A child reads the fields of a
+The program's standard input is a socket over which it receives further sockets: the first for its settings (the
+arguments of `open_tokenizer` and the parser's limits), then one per grammar. A child reads the fields of a
 `StructuredOutputs` from its socket and answers with `BEGUN` and, if it survives, a `Verdict`, in JSON. The program ends
 when its standard input closes, also if the server is killed.
 """
@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,11 +63,44 @@ def read_all(connection: socket.socket) -> bytes:
         return stream.read()
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A tokenizer in the form that llguidance asks for."""
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    eos_token_id: int
+    tokenize: Callable[[str], list[int]]
+    bos_token_id: int | None = None
+    is_tokenizer_wrapper: bool = True
+
+    def __call__(self, text: str) -> list[int]:
+        return self.tokenize(text)
+
+
+def open_tokenizer(described: dict[str, Any], tokenize: Callable[[str], list[int]] | None = None) -> "LLTokenizer":
+    """Makes llguidance's tokenizer of what `Vocabulary` tells. ValueError if it cannot read it.
+
+    `tokenize`: used if the bytes of tokens alone are described; None: tokens are the longest that fit, which does for
+    a trial.
+    """
+    from llguidance import LLTokenizer
+
+    if "tokenizer" in described:
+        return LLTokenizer(**described)
+    made: list[LLTokenizer] = []
+    eos = described["eos_token"]
+    tokens = [each.encode("latin-1") for each in described["tokens"]]
+    told: Any = _Told(
+        tokens, described["special_ids"], eos[0], tokenize or (lambda text: made[0].greedy_tokenize(text))
+    )
+    made.append(LLTokenizer(told, eos_token=eos))
+    return made[0]
+
+
 def main() -> None:
     """Reads the settings, then forks a child for each further socket."""
     sys.path.append(sys.argv[1])
-    from llguidance import LLTokenizer
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the children
     control = socket.socket(fileno=0)
     tokenizer, limits = None, {}
@@ -74,7 +108,7 @@ def main() -> None:
         with connection:
             if tokenizer is None:
                 settings = json.loads(read_all(connection))
-                tokenizer, limits = LLTokenizer(**settings["tokenizer"]), settings["limits"]
+                tokenizer, limits = open_tokenizer(settings["tokenizer"]), settings["limits"]
                 continue
             try:
                 pid = os.fork()

@@ -7,7 +7,9 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from chairlift.engine.text.token_bytes import TokenBytes
 from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.trial_process import open_tokenizer
 
 _BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallback tokenizers
 
@@ -26,25 +28,34 @@ class Vocabulary:
         self.eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._loaded: LLTokenizer | None = None
-        self.description = b""  # once loaded: the keyword arguments of `LLTokenizer`, as JSON
+        self.description = b""  # once loaded: the arguments of `open_tokenizer`, as JSON
         self.problem: ValueError | None = None  # why llguidance cannot read this kind of tokenizer
 
     def load(self) -> LLTokenizer | None:
         """llguidance's version of the tokenizer; None if there is a `problem`."""
         with self._lock:
             if not self.description:
-                backend = self._tokenizer.backend
-                arguments: dict[str, Any] = {
-                    "tokenizer": backend.to_str(),
-                    "n_vocab": max(self._size, backend.get_vocab_size(with_added_tokens=True)),
-                    "eos_token": self.eos_token_ids or None,
-                }
+                arguments = self._describe()
                 self.description = json.dumps(arguments).encode()  # now, rather than between requests
                 try:
-                    self._loaded = LLTokenizer(**arguments)
+                    self._loaded = open_tokenizer(arguments, self._tokenize)
                 except ValueError as error:
                     self.problem = error
             return self._loaded
+
+    def _describe(self) -> dict[str, Any]:
+        """Tells the bytes of all tokens, or else the whole tokenizer."""
+        backend, size = self._tokenizer.backend, self._size
+        told = TokenBytes.of(backend, size) if self.eos_token_ids else None
+        if told is not None:
+            tokens = [each.decode("latin-1") for each in told.tokens]
+            return {"tokens": tokens, "special_ids": told.special_ids, "eos_token": self.eos_token_ids}
+        n_vocab = max(size, backend.get_vocab_size(with_added_tokens=True))
+        return {"tokenizer": backend.to_str(), "n_vocab": n_vocab, "eos_token": self.eos_token_ids or None}
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.backend.encode(text, add_special_tokens=False).ids
+        return ids
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those texts that are special tokens: a grammar must refer to these by id."""

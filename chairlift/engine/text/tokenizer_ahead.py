@@ -31,16 +31,28 @@ def reading_ahead(config: EngineConfig) -> Iterator["Future[Tokenizer] | None"]:
     if path is None:
         yield None
         return
-    interval = sys.getswitchinterval()
     threads = ThreadPoolExecutor(1, "chairlift-tokenizer")
-    sys.setswitchinterval(min(interval, _SWITCH_INTERVAL_S))
     try:
-        header = threads.submit(open_gguf, path)  # whose result it holds
-        yield threads.submit(read_tokenizer_of, config)
-        del header
+        with _short_switch_interval():
+            header = threads.submit(open_gguf, path)  # whose result it holds
+            yield threads.submit(read_tokenizer_of, config)
+            del header
     finally:
-        sys.setswitchinterval(interval)
         threads.shutdown(wait=False)
+
+
+@contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    """Shortens the interpreter's switch interval. Who finds it short, as beside another load, leaves it as it is."""
+    before = sys.getswitchinterval()
+    is_long = before > _SWITCH_INTERVAL_S
+    if is_long:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        if is_long:
+            sys.setswitchinterval(before)
 
 
 def _local_file(model: str) -> Path | None:

@@ -27,6 +27,7 @@ _ttft = (
 _memories = {"elastic": "32 elastic slots", "whole": "2 whole slots of 8,192 tokens", "vllm": "vLLM's pages"}
 _restarts = {"chairlift": "Chairlift", "llama.cpp": "llama.cpp, its slot saved and restored by hand"}
 _CPU = "cpu_us/server,cpu_us/workers,cpu_us/client"
+_sizes = ("rows", "inputs", "outputs")
 _kinds = {
     "copy": "repeat a text with a change",
     "json": "an object as JSON",
@@ -141,6 +142,18 @@ TABLES = (
             percent("states, token by token", "states", ".0f"),
             percent("convolution, norms and gates", "convolution_norms_gates", ".0f"),
             percent("the rest", "rest", ".0f"),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "products",
+        Source("products-bf16-epyc-avx512-1-thread", where="AMD EPYC with AVX-512, VNNI and bf16, one thread"),
+        at("results"),
+        (
+            Column("rows x inputs x outputs", lambda product: " x ".join(f"{product[size]:,}" for size in _sizes)),
+            figures("Chairlift", "gflops/chairlift"),
+            figures("oneDNN, packed", "gflops/packed"),
+            figures("torch's `linear`", "gflops/linear"),
         ),
     ),
     Table(

@@ -132,9 +132,7 @@ TABLES = (
     Table(
         PERFORMANCE,
         "recurrence-share",
-        Source(
-            "recurrence-share-epyc-avx512-2-cores", where="AMD EPYC with AVX-512, VNNI and bf16", recorded="a74c334"
-        ),
+        Source("recurrence-share-epyc-avx512-2-cores", where="AMD EPYC with AVX-512, VNNI and bf16", commit="f584ac7"),
         named("weights"),
         (
             text("weights", "name"),

@@ -71,7 +71,7 @@ class _Blocks:
 
     @property
     def stored_scale_dtype(self) -> torch.dtype:
-        """Of scales and offsets, or of counts, which have a sign where there are no offsets."""
+        """Returns the type of scales and offsets, or of counts, which have a sign where there are no offsets."""
         if not self.has_steps:
             return self.scale_dtype
         return torch.uint8 if self.has_offsets else torch.int8

@@ -82,7 +82,8 @@ class GroupedWeight:
         if not has_them or (self.offsets is None) != (self.offset_steps is None):
             raise ValueError("steps are of the scales and offsets of 4 bits without a table, or in planes")
         is_alike = self.offset_steps is None or self.offset_steps.shape == scale_steps.shape
-        scales_together = max(1, planes.GROUP_SIZE // self.group_size)  # those of a group that kernels multiply at once
+        # Of planes, kernels multiply whole groups at once.
+        scales_together = planes.GROUP_SIZE // self.group_size if self.is_in_planes else 1
         if not is_alike or self.scales.shape[1] % (scale_steps.shape[1] * scales_together):
             raise ValueError(f"{self.scales.shape[1]} scales do not make runs of one size that share a step")
 

@@ -12,6 +12,7 @@ from chairlift.models.side_by_side import compute_each
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
+_FLOAT8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()  # torch converts them one by one on a CPU
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
@@ -216,6 +217,9 @@ class GroupedWeight:
 
     def _integers(self) -> torch.Tensor:
         """float32 `[out, in]`"""
+        if self.is_float and self.values.device.type == "cpu":
+            codes = self.values.view(torch.uint8).int().flatten()
+            return _FLOAT8_NUMBERS.index_select(0, codes).view(self.values.shape)
         if self.num_bits == 8:
             return self.values.float()
         if self.is_in_planes:

@@ -73,10 +73,10 @@ class Quantization(StrEnum):
         """Bytes per weight, with its share of its group's scale and offset.
 
         With int4 it is about a mean: most weights have 4 bits and their share, experts all of them, and the head and
-        some matrices have 8. So it is with fp8, where the embedding and the head have 16, and all experts.
+        some matrices have 8. So it is with fp8, where the embedding and the head have 16.
         """
         if self is Quantization.FP8:
-            return 2.0 if has_experts else 1.25
+            return 9 / 8 if has_experts else 10 / 8
         if self is Quantization.INT8:
             return 8.5 / 8
         return 4.75 / 8 if has_experts else 5.5 / 8

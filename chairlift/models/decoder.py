@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.blocks import EMBEDDING, AltUpLayer, DecoderLayer, LayerInputs, Pass, Residual, Streams
+from chairlift.models.blocks import (
+    EMBEDDING,
+    AltUpLayer,
+    DecoderLayer,
+    LayerInputs,
+    Pass,
+    Residual,
+    StackedLinear,
+    Streams,
+)
 from chairlift.models.config import ModelConfig
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import Linear, RMSNorm, RowTable, can_pack, soft_cap
@@ -72,24 +81,25 @@ class Decoder(nn.Module):
     def can_keep_groups(self, name: str, *, is_on_gpu: bool) -> bool:
         """Returns true for a matrix that may stay in groups, if the backend multiplies these.
 
-        It is one of which rows are looked up, or a product's. On a GPU nothing but products with all of it may read it,
-        and the embedding is numbers, whose rows a graph gathers in one launch.
+        It is one of which rows are looked up, or a product's. On a GPU nothing but products may read it, and the
+        embedding is numbers, whose rows a graph gathers in one launch.
         """
         if name == EMBEDDING:
             return not is_on_gpu
         module, _, leaf = name.rpartition(".")
         own = self.get_submodule(module) if leaf == "weight" else None
-        is_multiplied = isinstance(own, Linear) and own.is_whole if is_on_gpu else self.is_product(name)
+        is_multiplied = isinstance(own, Linear) if is_on_gpu else self.is_product(name)
         return is_multiplied or isinstance(own, RowTable)
 
     def can_round(self, name: str) -> bool:
         """Returns true for a matrix that becomes float8 if quantization asks for that.
 
-        It is a large one of a layer, but for those of experts: neither a head nor a router, nor a gate of few outputs.
+        It is a large one of a layer: neither a head nor a router, nor a gate of few outputs.
         """
         module, _, leaf = name.rpartition(".")
-        is_large = leaf == "weight" and module.rpartition(".")[2] in _LARGE_PRODUCTS
-        return is_large and self.can_keep_groups(name, is_on_gpu=True)
+        if leaf != "weight" or not isinstance(own := self.get_submodule(module), Linear):
+            return False
+        return isinstance(own, StackedLinear) or module.rpartition(".")[2] in _LARGE_PRODUCTS
 
     def load_weight(self, name: str, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """Replaces the matrix of a product, or one that is looked up.

@@ -7,11 +7,15 @@ torch's where it has one that a graph can record, and else one in Triton.
 import importlib.util
 import logging
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from chairlift.device import find_compile_obstacle
+
+if TYPE_CHECKING:
+    from chairlift.kernels.grouped import StoredMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +59,16 @@ def multiply(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torc
     if not _has_own(weights.device) or (suits(num_inputs, num_outputs, weights.dtype) and is_available(weights.device)):
         product: torch.Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return product
-    from chairlift.kernels import expert_rows  # imports Triton, which not every machine has
+    from chairlift.kernels.grouped import StoredMatrix  # imports Triton, which not every machine has
 
-    return expert_rows.multiply(x.contiguous(), weights, ends)
+    return multiply_stored(x, StoredMatrix(16, weights.view(-1, num_inputs)), ends)
+
+
+def multiply_stored(x: torch.Tensor, matrices: "StoredMatrix", ends: torch.Tensor) -> torch.Tensor:
+    """As `multiply`, by matrices as they are stored, `[experts * out, in]`."""
+    from chairlift.kernels import expert_rows
+
+    return expert_rows.multiply(x.contiguous(), matrices, ends)
 
 
 @cache

@@ -55,9 +55,9 @@ def load_model(
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
-    groups, so those of products and embeddings stay as they are stored; on a GPU but for those of experts, and
-    embeddings. `reads_late`: the backend packs one matrix of a product at a time and then frees it, so each is read
-    only when it is packed. `is_float8`: large matrices are rounded to float8 as they are read, which is for a GPU.
+    groups, so those of products and embeddings stay as they are stored; on a GPU embeddings do not. `reads_late`: the
+    backend packs one matrix of a product at a time and then frees it, so each is read only when it is packed.
+    `is_float8`: large matrices are rounded to float8 as they are read, which is for a GPU.
     """
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint.config), checkpoint.open_weights()

@@ -21,6 +21,7 @@ from chairlift.kernels.few_rows import MAX_ROWS, Norm, Tile, multiply
 from chairlift.kernels.grouped import GROUP_SIZES, StoredMatrix, dequantize
 from chairlift.kernels.timing import measure
 from chairlift.models import float8_products
+from chairlift.models.blocks import StackedLinear
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import workspace_elements
 from chairlift.models.layers import Linear, RMSNorm, Use
@@ -167,6 +168,9 @@ def install_products(
     `can_start_early`: the device has programmatic dependent launch; `reads_float8`: it has instructions for float8.
     """
     start = time.perf_counter()
+    for module in model.modules():
+        if isinstance(module, StackedLinear) and module.grouped is not None:
+            module.stored = _stored(module, model.dtype, reads_float8=reads_float8)
     by_shape: dict[tuple[object, ...], list[_Site]] = {}
     for site in _find_sites(model, reads_float8=reads_float8):
         by_shape.setdefault(site.shape, []).append(site)

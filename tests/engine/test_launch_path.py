@@ -34,6 +34,7 @@ from tests.support.flash_attn_reference import module
 from tests.support.meta_device import META, DeviceWatch
 
 if TYPE_CHECKING:
+    from chairlift.kernels.grouped import StoredMatrix
     from chairlift.kernels.ragged import LayerStates, RaggedRows
 
 TOLD = ord("a")  # each token that comes from the device
@@ -200,11 +201,14 @@ def test_nor_do_experts(
     def multiply(x: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return x.new_empty(len(x), weights.shape[1])
 
+    def multiply_stored(x: torch.Tensor, matrices: "StoredMatrix", ends: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(len(x), matrices.num_outputs // len(ends))
+
     if is_torchs:
         monkeypatch.setattr(grouped_experts, "multiply", multiply)
     else:
         monkeypatch.setattr(grouped_experts, "suits", lambda *_: False)
-        monkeypatch.setattr(expert_rows, "multiply", multiply)
+        monkeypatch.setattr(expert_rows, "multiply", multiply_stored)
     sizes: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     make_checkpoint(tmp_path, model_type="qwen3_moe", **sizes)
     with make("torch_varlen", has_graphs=True, model=str(tmp_path)) as llm, recorder.watch:

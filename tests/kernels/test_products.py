@@ -157,7 +157,19 @@ def test_a_row_is_rounded_by_itself() -> None:
     assert torch.equal(together.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0, 448.0]))
 
 
-def test_matrices_of_experts_stay_with_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rows", [1, 66])
+def test_experts_in_groups_are_multiplied_as_the_numbers_that_they_are(tmp_path: Path, num_rows: int) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+    model = make_checkpoint(tmp_path, model_type="qwen3_moe", seed=1, **SHAPE, **sizes)
+    path = write_model(model, tmp_path / "model.gguf", Kind.Q4_0)
+    kept, plain = (load(path, DType.FLOAT16, keeps_groups=each) for each in (True, False))
+    install_products(kept, lambda _: 1.0)
+    experts = [module for module in kept.modules() if isinstance(module, StackedLinear)]
+    assert all(module.is_grouped for module in experts)
+    assert error(logits(kept, num_rows), logits(plain, num_rows)) < 5e-3
+
+
+def test_plain_matrices_of_experts_stay_with_torch(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4, **SHAPE)
     model = load(tmp_path, DType.FLOAT16)
     install_products(model, stopwatch(share=0.5))

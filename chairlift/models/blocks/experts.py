@@ -7,7 +7,7 @@ that every token goes through as well is a block of its own beside this one.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from chairlift.models.blocks.block import BlockModule, KeepsNothing, Packer, Par
 from chairlift.models.blocks.dense_mlp import Activation
 from chairlift.models.blocks.router import Router, Routes, Scoring
 from chairlift.models.layers import Linear, RMSNorm, pad_rows
+
+if TYPE_CHECKING:
+    from chairlift.kernels.grouped import StoredMatrix
 
 _NATIVE_ACTIVATIONS: dict[object, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 _NATIVE_CLAMPED = 2
@@ -81,9 +84,13 @@ class ExpertsBlock(KeepsNothing):
 
 
 class StackedLinear(Linear):
-    """The matrices of several experts, each `[out, in]`, as one of all their rows."""
+    """The matrices of several experts, each `[out, in]`, as one of all their rows.
+
+    Those in groups are multiplied as they are `stored`, which is set for a GPU.
+    """
 
     is_whole = False
+    stored: "StoredMatrix | None" = None
 
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_experts * num_outputs, bias=bias)
@@ -102,6 +109,8 @@ class StackedLinear(Linear):
     @property
     def is_grouped(self) -> bool:
         """True where one kernel computes the products of all experts."""
+        if self.stored is not None:
+            return True
         sizes = self.in_features, self.out_features // self.num_experts
         return grouped_experts.can_multiply(*sizes, self.weight.dtype, self.weight.device)
 
@@ -110,7 +119,10 @@ class StackedLinear(Linear):
 
         `ends`: int32 `[experts]`, where each expert's rows end; `experts`: int64 `[N]`, whose each row is.
         """
-        product = grouped_experts.multiply(x, self.weight.view(self.num_experts, -1, self.in_features), ends)
+        if self.stored is not None:
+            product = grouped_experts.multiply_stored(x, self.stored, ends)
+        else:
+            product = grouped_experts.multiply(x, self.weight.view(self.num_experts, -1, self.in_features), ends)
         return product if self.bias is None else product + self.bias.view(self.num_experts, -1)[experts]
 
 

@@ -19,7 +19,9 @@
 
 namespace {
 
-// Runs `body(team)` on that many threads, whose stages have so many counters together.
+// Runs `body(team)` on that many threads, whose stages have so many counters together. They wait for each other before
+// they end: OpenMP's threads would do that at the end of its region, and spin for milliseconds on a core that the thread
+// they wait for may need.
 template <class Body> void in_parallel(int num_threads, Counter* counters, int64_t num_counters, Body body) {
     Barrier barrier;
     on_threads(num_threads, [&](int rank, int size) {
@@ -27,6 +29,7 @@ template <class Body> void in_parallel(int num_threads, Counter* counters, int64
         body(Team{rank, size, counters, barrier, counters + num_counters});
         leave_tiles();
         forget_panels();
+        barrier.wait(size);
     });
 }
 

@@ -24,6 +24,9 @@ def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that the command line starts without torch and pydantic."""
     from importlib import import_module
 
+    from chairlift.openmp import limit_spinning
+
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    limit_spinning()
     return getattr(import_module(_MODULES[name]), name)

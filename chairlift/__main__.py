@@ -32,7 +32,6 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 
-_SPIN_COUNT = "20000"  # a millisecond. By default OpenMP's threads spin much longer, which slows other programs
 _LAST_THREADS_S = 3.0
 _NURSE = "from chairlift.__main__ import nurse; nurse({})"
 
@@ -350,8 +349,10 @@ def _run(name: str, flags: Sequence[str]) -> int:
         kind = "flag" if name.startswith("-") else "command"
         advice = f"did you mean {close[0]}?" if close else "see chairlift --help"
         raise ConfigurationError(f"unknown {kind} {name}; {advice}")
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # before torch loads OpenMP, which reads it then
     from chairlift.flags import read_settings
+    from chairlift.openmp import limit_spinning
+
+    limit_spinning()
 
     return COMMANDS[name].run(*read_settings(COMMANDS[name], flags))
 

@@ -12,9 +12,12 @@ from peers.workers.protocol import Generate, Session, serve
 
 def load(session: Session) -> Generate:
     """`LLM` with slots for the largest workload; everything else as its user would find it."""
+    import chairlift
+
+    make_llm = chairlift.LLM  # sets what OpenMP reads when torch is imported
+
     import torch
 
-    import chairlift
     from chairlift.models.cpu.processor import usable_instruction_sets, wanted_level
     from chairlift.params import RequestOptions
 
@@ -22,7 +25,7 @@ def load(session: Session) -> Generate:
     settings = session.settings
     own: dict[str, Any] = {"model": settings.model, "quantization": settings.quantization, **settings.options}
     own.pop("level", None)
-    llm = chairlift.LLM(
+    llm = make_llm(
         device="cpu",
         dtype=settings.dtype,
         num_threads=settings.num_threads,

@@ -1,13 +1,11 @@
 """Products of rows with the matrices of their experts, beside the same expert by expert."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from chairlift.kernels.expert_rows import multiply
 from chairlift.kernels.grouped import StoredMatrix
-from chairlift.models.grouped import GroupedWeight, quantize, round_to_float8
+from chairlift.models.grouped import quantize, round_to_float8
 from tests.support.gpu import needs_gpu
 from tests.support.triton_compiler import Compilation, compile_all
 
@@ -48,16 +46,14 @@ def test_matrices_may_be_in_groups(kind: str, counts: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(len(counts) * 24, 160, generator=generator) / 12
     quantized = round_to_float8(plain) if "float8" in kind else quantize(plain, int(kind[0]))
-    stored = StoredMatrix(quantized.num_bits, *(None if x is None else x.to(DEVICE) for x in parts_of(quantized)))
+    offsets = None if quantized.offsets is None else quantized.offsets.to(DEVICE)
+    values, scales = quantized.values.to(DEVICE), quantized.scales.to(DEVICE)
+    stored = StoredMatrix(quantized.num_bits, values, scales, offsets)
     x = torch.randn(sum(counts), 160, generator=generator).half()
     got = multiply(x.to(DEVICE), stored, torch.tensor(counts, device=DEVICE).cumsum(0).int()).cpu()
     matrices = quantized.dequantize(torch.float64).chunk(len(counts))
     wanted = torch.cat([rows @ each.T for rows, each in zip(torch.split(x.double(), counts), matrices, strict=True)])
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=6e-3)
-
-
-def parts_of(weight: GroupedWeight) -> tuple[Any, Any, Any]:
-    return weight.values, weight.scales, weight.offsets
 
 
 @needs_gpu

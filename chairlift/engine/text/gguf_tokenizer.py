@@ -49,8 +49,7 @@ def make_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
         raise CheckpointError(
             f"its tokenizer is of the kind {shown(kind)}, and only gpt2, llama and gemma4 can be read"
         )
-    _add_whole_tokens(backend, given, architecture)
-    whole = {token.content for token in backend.get_added_tokens_decoder().values()}
+    whole = _add_whole_tokens(backend, given, architecture)
     backend.add_tokens([AddedToken(token, special=True) for token in special.values() if token not in whole])
     begins = kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS
     ends = (given.get("add_bos_token", begins), "bos_token"), (given.get("add_eos_token", False), "eos_token")
@@ -159,8 +158,8 @@ def _numbers(read: Any) -> list[Any]:
     return read.tolist() if isinstance(read, np.ndarray) else list(read)
 
 
-def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architecture: str) -> None:
-    """Adds the tokens that are found whole in a text; all but user-defined ones are special.
+def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architecture: str) -> set[str]:
+    """Adds the tokens that are found whole in a text, and returns them; all but user-defined ones are special.
 
     Phi-3's swallow the white space after them, which its template relies on, and no file says so.
     """
@@ -177,3 +176,4 @@ def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architec
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
+    return {token.content for token in added}

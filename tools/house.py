@@ -1,9 +1,9 @@
 """Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
-Exit with 1 beyond a limit, or where modules import each other in a circle, an `__init__.py` is more than a door, or a
-comment parts a file into sections; `--quiet` prints nothing but that. Only single files, classes and functions have
-limits: the package as a whole may grow, and so may the road, whose files `write_road.py` compares with those that a
-chat runs.
+Exit with 1 beyond a limit, or where modules import each other in a circle, an `__init__.py` is more than a door, a
+comment parts a file into sections, or a docstring of the package begins without a verb; `--quiet` prints nothing but
+that. Only single files, classes and functions have limits: the package as a whole may grow, and so may the road, whose
+files `write_road.py` compares with those that a chat runs.
 """
 
 import ast
@@ -29,6 +29,7 @@ LAZY_NAMES = "__getattr__"  # of a door that loads what it names on first use
 TOLD = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions/*.md")  # documents that name files of the package
 NAMED = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|h|cpp))`")
 BASES = (".", "chairlift", "chairlift/models/cpu")  # below which documents name files
+WITHOUT_VERB = ("What ", "How ", "Whether ", "Why ", "Where ", "When ", "Which ", "Who ", "Of ")
 PARTITION = re.compile(r"^\s*# ---", re.MULTILINE)
 
 
@@ -98,6 +99,18 @@ def find_misshapen(files: list[Path]) -> list[str]:
     return faults + [f"{path.relative_to(ROOT)} has sections: make files of them" for path in parted]
 
 
+def find_openings(files: list[Path]) -> list[str]:
+    """Finds docstrings that begin with what they are about, not with what the code does."""
+    faults = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if text.startswith(WITHOUT_VERB):
+                    faults.append(f"{path.relative_to(ROOT)}: {text[:40]!r} begins without a verb")
+    return faults
+
+
 def find_wrong_names() -> list[str]:
     """Faults: files that documents name and that do not exist."""
     documents = [path for pattern in TOLD for path in sorted(ROOT.glob(pattern))]
@@ -154,6 +167,7 @@ def inspect() -> list[str]:
     faults = [f"{entry.lines:,} lines of {entry.name}, {limit:,} at most" for entry, limit in beyond]
     faults += find_circle(files)
     faults += find_misshapen([*files, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
+    faults += find_openings(files)
     faults += find_wrong_names()
     faults += [] if road else ["ARCHITECTURE.md names no file of the token's road"]
     return faults

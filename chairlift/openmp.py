@@ -7,9 +7,10 @@ _SPIN_COUNT = "20000"  # a millisecond
 
 
 def limit_spinning() -> None:
-    """Sets the variable that says how long they spin, unless the environment has it.
+    """Sets the variable that says how long they spin, unless the environment says how they wait.
 
     By default it is many milliseconds, on cores that other programs need, or the very thread that they wait for: beside
     a busy program a decode step takes twice as long. Torch loads OpenMP, which reads the variable then and never again.
     """
-    os.environ.setdefault(_VARIABLE, _SPIN_COUNT)
+    if "OMP_WAIT_POLICY" not in os.environ:  # which the count would overrule
+        os.environ.setdefault(_VARIABLE, _SPIN_COUNT)

@@ -17,12 +17,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 from machine import parser_of, print_report
+from peers.engines import exit_on_signals
 
 _LIMIT_S = 600.0
 _SETTLED = 2  # from the third prompt on
@@ -70,14 +71,11 @@ class Server:
 @contextmanager
 def stopped(servers: Sequence[Server]) -> Iterator[None]:
     """Stops their processes meanwhile, as far as they are named."""
-    processes = [process for server in servers for process in server.processes()]
-    try:
-        for process in processes:
+    with ExitStack() as resuming:  # which goes through all of them, whatever becomes of one
+        for process in (each for server in servers for each in server.processes()):
+            resuming.callback(process.resume)
             process.suspend()
         yield
-    finally:
-        for process in processes:
-            process.resume()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +162,5 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

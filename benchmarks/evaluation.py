@@ -11,12 +11,13 @@ named as for compare.py; docs/comparing.md says how guidellm and their environme
 Each cell of the grid, a load with a number of users, is played by guidellm against one server after the other, while
 those that wait are stopped. It ends after a number of requests for each user, or at a limit of time; rates count what
 came until then. The order rotates from cell to cell. A cell has, of each server: output tokens a second, the median
-time to the first token, and the median time between two tokens. The last line is JSON, of which a table in
-docs/speed.md is made; the exit code is 1 if a request failed.
+time to the first token, and the median time between two tokens. The last line is JSON; the exit code is 1 if a request
+failed, or guidellm did, which ends the measurement with the cells that are done.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ LOADS = {
 
 _NO_REUSE = {"enable_prefix_caching": "false"}
 _BYTES_PER_NUMBER = 2  # bfloat16
-_SLACK = 64  # tokens of a slot beyond both lengths, since a client may count a prompt otherwise than a server
+SLACK = 64  # tokens of a slot beyond both lengths, since a client may count a prompt otherwise than a server
 _GUIDELLM_LIMIT_S = 120.0  # what it may take beyond a cell's limit, to start and to report
 
 
@@ -108,12 +109,15 @@ class Client:
     scratch: Path
 
     def play(self, host: Host, cell: Cell) -> Figures:
-        """See `Play`. RuntimeError with what guidellm says if it fails."""
+        """See `Play`. RuntimeError with what guidellm says if it fails, or if it does not end."""
         report = self.scratch / "report.json"
         report.unlink(missing_ok=True)
         command = self.command(host.url, cell, report)
         limit = self.limit_s + _GUIDELLM_LIMIT_S
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"guidellm took more than {limit:g} s at {host.name}") from None
         if done.returncode or not report.is_file():
             raise RuntimeError(f"guidellm failed at {host.name}: {(done.stderr or done.stdout).strip()[-2000:]}")
         return Figures.of(json.loads(report.read_text(encoding="utf-8")))
@@ -141,24 +145,28 @@ def main() -> int:
         logs = arguments.logs or folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         model = arguments.model or make_checkpoint(arguments.shape, folder / "model")
-        settings = _settings(arguments, model.absolute())
         client = Client(
             arguments.guidellm.absolute(), model.absolute(), arguments.requests_per_user, arguments.limit, folder
         )
         try:
+            _check_program(arguments.guidellm)
+            settings = _settings(arguments, model.absolute())
             engines = [_without_reuse(each) for each in take_part(arguments.peer)]
             report = measure(engines, settings, logs, arguments, client.play)
         except (UsageError, WorkerError, RuntimeError) as error:
             print(f"evaluation.py: {error}", file=sys.stderr)
             return 2
     print_report(arguments, **report)
-    return int(any(each["num_failed"] for each in report["results"]))
+    return int(report["failure"] is not None or any(each["num_failed"] for each in report["results"]))
 
 
 def measure(
     engines: Sequence[Engine], settings: Settings, logs: Path, arguments: argparse.Namespace, play: Play
 ) -> dict[str, Any]:
-    """Plays all cells, prints the table; returns the JSON. `WorkerError` if a server does not get ready."""
+    """Plays all cells, prints the table; returns the JSON. `WorkerError` if a server does not get ready.
+
+    Where a cell cannot be played, those before it count, and the report has the reason; RuntimeError if none is before.
+    """
     with ExitStack() as closing:
         hosts = []
         for engine in engines:
@@ -167,10 +175,18 @@ def measure(
             hosts.append(host)
             host.start(arguments.start_limit)
             _tell(f"{host.name}: healthy after {host.standing.healthy_s:.1f} s")
-        results = list(_results(hosts, arguments, play))
+        results: list[dict[str, Any]] = []
+        failure = None
+        try:
+            results.extend(_results(hosts, arguments, play))
+        except RuntimeError as error:
+            if not results:
+                raise
+            failure = str(error)
+            _tell(f"evaluation.py: {failure}")
         servers = {host.name: asdict(host.standing) for host in hosts}
     print(_table(results, [host.name for host in hosts]))
-    return {"settings": _described(arguments, settings), "servers": servers, "results": results}
+    return {"settings": _described(arguments, settings), "servers": servers, "results": results, "failure": failure}
 
 
 def _results(hosts: Sequence[Host], arguments: argparse.Namespace, play: Play) -> Iterator[dict[str, Any]]:
@@ -197,6 +213,12 @@ def _without_reuse(engine: Engine) -> Engine:
     return Engine(engine.name, engine.kind, engine.python, options | engine.options)
 
 
+def _check_program(path: Path) -> None:
+    """UsageError now rather than after all servers have started."""
+    if not os.access(path, os.X_OK):
+        raise UsageError(f"--guidellm: there is no program at {path}")
+
+
 def _table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     rates = {(each["load"], each["users"], each["server"]): each["output_tokens_per_s"] for each in results}
     cells = dict.fromkeys((each["load"], each["users"]) for each in results)
@@ -207,8 +229,11 @@ def _table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 def _settings(arguments: argparse.Namespace, model: Path) -> Settings:
     """Describes what every server is to be ready for: the longest load, from all users at the same time."""
     most_users, most_prompt = max(arguments.users), max(LOADS[each][0] for each in arguments.loads)
-    max_tokens = _SLACK + max(sum(LOADS[each]) for each in arguments.loads)
+    max_tokens = SLACK + max(sum(LOADS[each]) for each in arguments.loads)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    num_positions = config["max_position_embeddings"]
+    if num_positions < max_tokens:
+        raise UsageError(f"--loads: these need {max_tokens} positions, and the model has {num_positions}")
     shape = ModelShape.of(config, _BYTES_PER_NUMBER, _BYTES_PER_NUMBER)
     needed = 1 + shape.cached_bytes(most_users * max_tokens) // 10**9
     return Settings(

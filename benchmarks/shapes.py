@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Fields of a config.json, of a Llama with tied embeddings unless they say otherwise. 1b is Llama 3.2's shape."""
 
-_MAX_POSITIONS = 8192
+MAX_POSITIONS = 2**14  # more than the longest of evaluation.py's loads needs
 _BYTE_SPACE = "Ġ"  # a space in the alphabet of bytes
 _WORD_LETTERS = 4  # enough for half a million words
 
@@ -84,7 +84,7 @@ def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Pat
     torch.manual_seed(0)
     end = 2  # OpenVINO GenAI does not run without one
     fields = {"model_type": "llama", "eos_token_id": end, "tie_word_embeddings": True, **SHAPES[shape]}
-    config = AutoConfig.for_model(**fields, max_position_embeddings=_MAX_POSITIONS)
+    config = AutoConfig.for_model(**fields, max_position_embeddings=MAX_POSITIONS)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     _byte_tokenizer(config.vocab_size).save_pretrained(directory)

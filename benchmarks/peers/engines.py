@@ -105,7 +105,7 @@ def take_part(peers: Sequence[str], *ours: Engine) -> list[Engine]:
 
 def exit_on_signals() -> None:
     """A signal that ends the driver ends it in good order, so that its workers are ended, stopped ones as well."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: sys.exit(128 + received))
 
 

@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from evaluation import Cell, Client, Figures
+from evaluation import LOADS, SLACK, Cell, Client, Figures
 from gguf import GGUFReader
 from peers import write_gguf
 from peers.engines import Engine
 from peers.server import Host, server_command
+from shapes import MAX_POSITIONS
 
 from tests.support.checkpoints import make_checkpoint
 
@@ -64,6 +65,11 @@ def test_guidellm_plays_a_cell_and_its_report_is_read(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho it has no tokenizer >&2; exit 1\n")
     with pytest.raises(RuntimeError, match="guidellm failed at chairlift: it has no tokenizer"):
         client.play(host, Cell("chat", 1))
+
+
+def test_random_models_have_positions_for_every_load() -> None:
+    assert max(sum(lengths) for lengths in LOADS.values()) + SLACK == 8256
+    assert MAX_POSITIONS >= 8256
 
 
 def test_llama_cpps_server_is_started_as_its_worker_starts_it() -> None:

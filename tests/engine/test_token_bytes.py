@@ -1,5 +1,7 @@
 """The bytes of tokens as llguidance reads them itself, without its own copy of the tokenizer."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,14 @@ def test_a_vocabulary_without_end_tokens_is_read_whole() -> None:
     assert vocabulary.load() is not None
     assert b'"tokenizer"' in vocabulary.description
     assert b'"tokens"' not in vocabulary.description
+
+
+def test_a_loaded_vocabulary_is_freed_with_its_last_user() -> None:
+    vocabulary = Vocabulary(ModelTokenizer(find_model("bundled")), 264, [0])
+    loaded, seen = vocabulary.load(), weakref.ref(vocabulary)
+    assert loaded is not None
+    assert b'"tokens"' in vocabulary.description
+    assert loaded.decode_bytes(loaded.tokenize_str("ab a")) == b"ab a"
+    del vocabulary, loaded
+    gc.collect()
+    assert seen() is None

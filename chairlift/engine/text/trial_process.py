@@ -95,6 +95,7 @@ def open_tokenizer(described: dict[str, Any], tokenize: Callable[[str], list[int
         tokens, described["special_ids"], eos[0], tokenize or (lambda text: made[0].greedy_tokenize(text))
     )
     made.append(LLTokenizer(told, eos_token=eos))
+    tokens.clear()  # of which llguidance has a copy, while it keeps `told` for `tokenize`
     return made[0]
 
 

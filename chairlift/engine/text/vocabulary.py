@@ -3,9 +3,11 @@
 import json
 import threading
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift.engine.text.token_bytes import TokenBytes
 from chairlift.engine.text.tokenizer import Tokenizer
@@ -38,7 +40,7 @@ class Vocabulary:
                 arguments = self._describe()
                 self.description = json.dumps(arguments).encode()  # now, rather than between requests
                 try:
-                    self._loaded = open_tokenizer(arguments, self._tokenize)
+                    self._loaded = open_tokenizer(arguments, partial(_encode, self._tokenizer.backend))
                 except ValueError as error:
                     self.problem = error
             return self._loaded
@@ -52,10 +54,6 @@ class Vocabulary:
             return {"tokens": tokens, "special_ids": told.special_ids, "eos_token": self.eos_token_ids}
         n_vocab = max(size, backend.get_vocab_size(with_added_tokens=True))
         return {"tokenizer": backend.to_str(), "n_vocab": n_vocab, "eos_token": self.eos_token_ids or None}
-
-    def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.backend.encode(text, add_special_tokens=False).ids
-        return ids
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those texts that are special tokens: a grammar must refer to these by id."""
@@ -73,3 +71,9 @@ class Vocabulary:
         if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:
             return b"\xff"
         return spelling
+
+
+def _encode(backend: BackendTokenizer, text: str) -> list[int]:
+    """Tokenizes a text. No method of `Vocabulary`: llguidance would keep that, in a cycle that is never collected."""
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids

@@ -1,9 +1,10 @@
 """Grammars in the engine: masks of the tokens allowed next, computed by a few threads during the forward pass.
 
 Between two tokens of a sequence, its grammar takes the first one and computes the mask for the second. How long that
-takes depends on the client's grammar, so none of it happens on the engine's thread or while the GIL is held. A launch
-waits a little for the masks of its rows (`pending_masks`). Sequences that are slow, by processor time rather than by
-the clock, have a lane of their own, and no launch waits for them.
+takes depends on the client's grammar, so none of it happens on the engine's thread, and the GIL is held for one thing
+alone: a text that the grammar forces becomes tokens by a call of Python, where a guess needs them. A launch waits a
+little for the masks of its rows (`pending_masks`). Sequences that are slow, by processor time rather than by the clock,
+have a lane of their own, and no launch waits for them.
 
 For rows with a guess, a copy of the matcher advances along it. If the masks after guessed tokens are late, the row gets
 only the one token that does not need them.

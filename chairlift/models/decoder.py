@@ -78,6 +78,11 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
+    def is_of_experts(self, name: str) -> bool:
+        """Returns true for the matrices of all experts, stacked."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "weight" and isinstance(self.get_submodule(module), StackedLinear)
+
     def can_keep_groups(self, name: str, *, is_on_gpu: bool) -> bool:
         """Returns true for a matrix that may stay in groups, if the backend multiplies these.
 

@@ -270,14 +270,16 @@ def _size_in_groups(
     *,
     is_on_gpu: bool,
 ) -> GroupedSize | None:
-    """Counts what stays in groups. On a CPU what is stacked keeps the format of each part."""
+    """Counts what stays in groups. On a CPU what is stacked keeps the format of each part where these stay apart."""
+    interleaved = {f"{weight.module}.weight" for weight in model.config.weights() if weight.is_interleaved}
     num_parameters = num_bytes = num_dequantized = 0
     for name, each in formats.items():
         size = (shape := model.get_parameter(name).shape).numel()
         num_parameters += size
         num_dequantized = max(num_dequantized, workspace_elements(*shape))
-        if is_on_gpu and (stacked := stacked_format(each, is_on_gpu=True)) is not None:
-            num_bytes += stacked.num_bytes(size, is_on_gpu=True)
+        is_one = is_on_gpu or name in interleaved or model.is_of_experts(name)
+        if is_one and (stacked := stacked_format(each, is_on_gpu=is_on_gpu)) is not None:
+            num_bytes += stacked.num_bytes(size, is_on_gpu=is_on_gpu)
             continue
         sizes = (math.prod(reader.tensors[part].shape) for part in parts[name])
         num_bytes += sum(own.num_bytes(count, is_on_gpu=False) for own, count in zip(each, sizes, strict=True))

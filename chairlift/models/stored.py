@@ -74,7 +74,7 @@ def stacked_format(formats: Sequence[GroupFormat], *, is_on_gpu: bool) -> GroupF
         return None
     runs = {each.scales_per_step for each in formats}
     return GroupFormat(
-        max(each.num_bits for each in formats),
+        8 if len({each.has_table for each in formats}) > 1 else max(each.num_bits for each in formats),
         formats[0].group_size,
         max(each.scale_bytes for each in formats),
         any(each.has_offsets for each in formats),

@@ -165,6 +165,17 @@ def test_matrices_of_several_types_in_one_product_take_little_more_than_in_their
     assert size.num_bytes < decoder.weight_bytes < size.num_bytes + 2**16
 
 
+@needs_kernels
+@pytest.mark.parametrize("gate", [Kind.Q6_K, Kind.IQ4_NL], ids=lambda kind: kind.name)
+def test_gate_and_up_of_different_types_are_weighed_as_one_matrix(tmp_path: Path, gate: Kind) -> None:
+    model = make_checkpoint(tmp_path, **{**SHAPE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    path = write_model(model, tmp_path / "file" / "model.gguf", {".gate_proj.": gate, "": Kind.Q4_K})
+    size = grouped_size(open_checkpoint(str(path)))
+    assert size is not None
+    decoder = CpuDecoder(load(path, DType.BFLOAT16, keeps_groups=True), MAX_SEQ_LEN)
+    assert size.num_bytes < decoder.weight_bytes < size.num_bytes + 2**16
+
+
 def test_groups_become_numbers_where_nothing_multiplies_them(valid: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="chairlift.models.loader")
     checkpoint = open_checkpoint(str(valid))

@@ -74,6 +74,7 @@ class Weight:
     parts: tuple[Part, ...]
     cut: Cut = Cut.NONE
     is_parameter: bool = False  # names are whole, where others stand before `.weight` and `.bias`
+    is_interleaved: bool = False  # native code has rows of its parts in turns, so integers of all have one format
 
     @classmethod
     def whole(cls, module: str, name: str, gguf: str) -> Self:

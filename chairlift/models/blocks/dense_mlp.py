@@ -67,7 +67,7 @@ class DenseMLPBlock(KeepsNothing):
         parts: tuple[Part, ...] = Part("gate_proj", "ffn_gate", (inner,)), Part("up_proj", "ffn_up", (inner,))
         if self.is_fused:
             parts = (Part("gate_up_proj", "ffn_up", (inner, inner)),)
-        return Weight("gate_up_proj", parts, Cut.ROWS), down
+        return Weight("gate_up_proj", parts, Cut.ROWS, is_interleaved=True), down
 
     def divide(self, num_ranks: int) -> Self:
         return replace(self, intermediate_size=self.intermediate_size // num_ranks)

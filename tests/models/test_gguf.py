@@ -22,7 +22,7 @@ from chairlift.models import open_checkpoint
 from chairlift.models.checkpoint import find_model
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.gguf import Kind as StoredKind
-from chairlift.models.gguf import open_gguf, read_tensor
+from chairlift.models.gguf import format_of, open_gguf, read_tensor
 from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.loader import grouped_size
@@ -108,6 +108,9 @@ def test_scales_of_16_become_the_nearest_of_255_steps_in_regular_groups(tmp_path
     largest = expected.view(37, -1, 32).abs().amax(-1, keepdim=True)
     assert ((read.dequantize() - expected).view(37, -1, 32).abs() <= 0.56 / 127 * largest + 1e-6).all()
     assert torch.linalg.vector_norm(read.dequantize() - expected) < 0.005 * torch.linalg.vector_norm(expected)
+    stored = format_of(StoredKind(kind))
+    assert stored is not None
+    assert read.num_bytes <= stored.regular().num_bytes(expected.numel(), is_on_gpu=True)
 
 
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)

@@ -271,7 +271,7 @@ _BLOCKS = {
     Kind.Q5_1: _Blocks(_decode_q5_1, 8, has_offsets=True),
     Kind.Q4_K: _Blocks(_decode_q4_k, 4, torch.float32, has_offsets=True, has_steps=True),
     Kind.Q5_K: _Blocks(_decode_q5_k, 5, torch.float32, has_offsets=True, has_steps=True),
-    Kind.Q6_K: _Blocks(_decode_q6_k, 6, has_steps=True, group_size=16),
+    Kind.Q6_K: _Blocks(_decode_q6_k, 6, torch.float32, has_steps=True, group_size=16),
     Kind.Q2_K: _Blocks(_decode_q2_k, 2, torch.float32, has_offsets=True, has_steps=True, group_size=16),
     Kind.Q3_K: _Blocks(_decode_q3_k, 3, has_steps=True, group_size=16),
     Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),

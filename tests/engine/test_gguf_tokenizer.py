@@ -22,7 +22,7 @@ from chairlift.engine.text.splitting import PATTERNS
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.engine.text.tokenizer_ahead import reading_ahead
 from chairlift.errors import CheckpointError
-from chairlift.models.gguf import open_gguf
+from chairlift.models.gguf import GGUFFile, header, open_gguf
 from chairlift.models.gguf.families import end_tokens
 from tests.engine.tokenizers_made import CHATML, CORPUS
 from tests.support.gguf_files import add_byte_level_tokenizer, add_sentence_piece_tokenizer, finish, new_writer
@@ -355,14 +355,23 @@ def test_whatever_bytes_are_flipped_it_is_made_or_refused(sound: bytes, tmp_path
         Tokenizer(tmp_path / "model.gguf")
 
 
-def test_a_files_tokenizer_is_read_ahead_by_one_reading_of_its_header(tmp_path: Path) -> None:
+def test_a_files_tokenizer_is_read_ahead_by_one_reading_of_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = byte_level_file(tmp_path, train("qwen2"), "qwen2")
-    path = tmp_path / "qwen2.gguf"
+    path, readings = tmp_path / "qwen2.gguf", []
+    read_headers = header._read_headers
+
+    def read_and_count(first: Path, parts: list[Path]) -> GGUFFile:
+        readings.append(first)
+        return read_headers(first, parts)
+
+    monkeypatch.setattr(header, "_read_headers", read_and_count)
     with reading_ahead(EngineConfig(model=str(path))) as ahead:
-        header = open_gguf(path)
         assert ahead is not None
         assert ahead.result().encode(TEXTS[0]) == expected.encode(TEXTS[0])
-        assert open_gguf(path) is header
+        open_gguf(path)
+    assert readings == [path]
     with reading_ahead(EngineConfig(model="bundled")) as ahead:
         assert ahead is None
 

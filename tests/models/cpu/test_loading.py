@@ -41,10 +41,17 @@ def are_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-@pytest.mark.parametrize("kind", sorted(UNPACKER.kinds), ids=lambda kind: kind.name)
-def test_blocks_become_the_bits_that_torch_makes_of_them(tmp_path: Path, kind: int) -> None:
+SEVERAL_PARTS = [(Kind.Q4_K, 5000, 2), (Kind.Q5_1, 5000, 16)]  # of which native code unpacks some rows at a time
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_blocks"), [*((kind, 33, 2) for kind in sorted(UNPACKER.kinds)), *SEVERAL_PARTS]
+)
+def test_blocks_become_the_bits_that_torch_makes_of_them(
+    tmp_path: Path, kind: int, num_rows: int, num_blocks: int
+) -> None:
     writer = new_writer(tmp_path / "blocks.gguf", "llama")
-    writer.add_tensor("matrix", with_extremes(Kind(kind), 33, 2), raw_dtype=Kind(kind))
+    writer.add_tensor("matrix", with_extremes(Kind(kind), num_rows, num_blocks), raw_dtype=Kind(kind))
     finish(writer)
     natively, in_torch = (read(tmp_path / "blocks.gguf", each) for each in (UNPACKER, None))
     assert [are_same(*parts) for parts in zip(natively, in_torch, strict=True)] == [True] * 5

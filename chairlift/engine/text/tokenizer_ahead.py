@@ -1,8 +1,9 @@
 """Reads the tokenizer of a GGUF file in a thread of its own, while another one loads the weights of the same file.
 
 Both read the header, which the first to come reads for both. Loading spends its time in native code, beside which the
-interpreter makes the tokenizer. No other kind of checkpoint is read ahead: its reader may import transformers, and
-two threads that do so at once may see each other's modules half made.
+interpreter makes the tokenizer. No other kind of checkpoint is read ahead: its reader may import transformers, and two
+threads that do so at once may see each other's modules half made. A GGUF file's reader does so only for a rule of
+splitting that is not in `PATTERNS`.
 """
 
 import sys

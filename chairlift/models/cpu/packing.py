@@ -5,8 +5,8 @@ of one output) are transposed: word k of all 16 outputs, then word k + 1. So seq
 dot-product instructions take. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
 Integers in groups become bytes, as `csrc/grouped/panel.h` draws them: 8 bits with 128 added; with 4 bits, words 2 k and
-2 k + 1 are the low and high halves of one. A table says what halves stand for, if not for themselves. 3, 5 and 6 bits
-are in planes before, too. Their scales and offsets are transposed likewise.
+2 k + 1 are the low and high halves of one. A table says what halves stand for, if not for themselves. 2, 3, 5 and 6
+bits are in planes before, too. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
 first in both halves (`blocks/head_orders.py`), and the angle of the others is 0. If a half is no multiple of 16, the

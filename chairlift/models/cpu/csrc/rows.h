@@ -108,7 +108,7 @@ template <class W> struct Rows {
 // Quantized rows: in blocks of rows that are multiplied at once, each block stored depth first.
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
-    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and rounding errors
+    static constexpr int64_t ELEMENT_BYTES = 2;  // sizeof(Group) / GROUP, and some rounding errors
     static constexpr int64_t PREFETCHED_BYTES = 0;  // the product itself prefetches the next panels
     Group *groups, *residuals;  // [count / block_rows][stride / GROUP][block_rows]
     uint8_t* has_residual;      // likewise

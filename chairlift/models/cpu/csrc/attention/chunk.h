@@ -10,6 +10,8 @@
 #include "pack.h"
 #include "softmax.h"
 
+static_assert(KEYS_PADDING % KEYS_AT_ONCE == 0, "values are packed up to a multiple of KEYS_PADDING");
+
 constexpr int MOST_QUERIES = 512;    // queries of a task: tokens times query heads of a key/value head
 constexpr int QUERIES_AT_ONCE = 32;  // if there are many
 constexpr int MOST_HEADS = 8;        // key/value heads of a task; more than one only with at most 16 queries

@@ -3,6 +3,7 @@
 So one of many experts is in memory twice at a time, and threads that read one and pack it need nothing of the others.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -20,24 +21,35 @@ _BY_PANEL = ("panels", "scales", "offsets", "steps", "units")  # fields in which
 
 def pack_parts(read: GroupedParts, arrange: Arrange, bias: torch.Tensor | None = None) -> PackedMatrix:
     """Packs the parts as one matrix of all their rows. `arrange`: those of a part. `bias`: float32 `[out]`, of all."""
+    packed = _pack_alike(read, arrange)
+    if packed is None:
+        return pack_grouped(stack_rows([part().map_rows(arrange) for part in read.parts]), bias)
+    return replace(packed, bias=bias)
+
+
+def _pack_alike(read: GroupedParts, arrange: Arrange) -> PackedMatrix | None:
+    """Packs each part in its place; None as soon as one has another format than the first."""
     first = _pack(read.parts[0], arrange)
+    format, is_other = _format_of(first), threading.Event()
     places = {
         name: torch.empty(len(read.parts), *each.shape, dtype=each.dtype) for name, each in _arrays(first).items()
     }
 
-    def write(index: int) -> bool:
-        """Returns false if the part has another format than the first."""
+    def write(index: int) -> None:
+        if is_other.is_set():
+            return
         packed = first if index == 0 else _pack(read.parts[index], arrange)
-        if _format_of(packed) != _format_of(first):
-            return False
+        if _format_of(packed) != format:
+            is_other.set()
+            return
         for name, each in _arrays(packed).items():
             places[name][index] = each
-        return True
 
-    if not all(compute_each(write, range(len(read.parts)), read.num_elements)):
-        return pack_grouped(stack_rows([part().map_rows(arrange) for part in read.parts]), bias)
+    compute_each(write, range(len(read.parts)), read.num_elements)
+    if is_other.is_set():
+        return None
     joined: dict[str, Any] = {name: each.flatten(0, 1) for name, each in places.items()}
-    return replace(first, num_outputs=first.num_outputs * len(read.parts), bias=bias, **joined)
+    return replace(first, num_outputs=first.num_outputs * len(read.parts), **joined)
 
 
 def arrange_stacked(parts: Sequence[GroupedWeight], arrange: Arrange, num_together: int) -> list[GroupedWeight]:
@@ -48,8 +60,12 @@ def arrange_stacked(parts: Sequence[GroupedWeight], arrange: Arrange, num_togeth
     rows of several change places or rows of zeros are inserted, they become one, too.
     """
     alike = [stack_rows(list(each)) for _, each in groupby(parts, _format_of_weight)]
-    apart = _arrange_apart(alike, arrange, num_together) if len(alike) > 1 else None
-    return [stack_rows(alike).map_rows(arrange)] if apart is None else apart
+    del parts  # memory, if nobody else has them
+    if len(alike) > 1 and (apart := _arrange_apart(alike, arrange, num_together)) is not None:
+        return apart
+    whole = stack_rows(alike)
+    del alike
+    return [whole.map_rows(arrange)]
 
 
 def _arrange_apart(parts: Sequence[GroupedWeight], arrange: Arrange, num_together: int) -> list[GroupedWeight] | None:

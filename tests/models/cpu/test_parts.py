@@ -30,6 +30,14 @@ def symmetric(weight: GroupedWeight) -> GroupedWeight:
     return replace(weight, offsets=-8 * weight.scales)
 
 
+def in_planes(num_bits: int, seed: int) -> GroupedWeight:
+    """Random values and counts in the form that blocks of GGUF files have."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (20, 256 * num_bits // 8), dtype=torch.uint8, generator=random)
+    counts = torch.randint(-32, 32, (20, 16), generator=random).to(torch.int8)
+    return GroupedWeight(num_bits, values, counts, None, scale_steps=torch.rand(20, 1, generator=random).half())
+
+
 FOUR, EIGHT = ([matrix(20, num_bits, seed) for seed in range(3)] for num_bits in (4, 8))
 
 
@@ -56,13 +64,26 @@ def assert_equal(one: PackedMatrix, other: PackedMatrix) -> None:
         [symmetric(each) for each in FOUR],
         [symmetric(FOUR[0]), FOUR[1], FOUR[2]],
         [FOUR[0], EIGHT[1], FOUR[2]],
+        [in_planes(6, seed) for seed in range(3)],
+        [in_planes(3, 0), in_planes(6, 1), in_planes(6, 2)],
     ],
-    ids=["8 bits", "4 bits", "steps", "no offsets", "some offsets", "some of 8 bits"],
+    ids=["8 bits", "4 bits", "steps", "no offsets", "some offsets", "some of 8 bits", "planes", "several planes"],
 )
 def test_parts_are_packed_as_the_whole_is(weights: list[GroupedWeight]) -> None:
     pad, bias = partial(pad_rows, multiple=LANES), torch.randn(3 * 32)
     whole = pack_grouped(stack_rows([each.map_rows(pad) for each in weights]), bias)
     assert_equal(pack_parts(parts_of(weights), pad, bias), whole)
+
+
+def test_no_part_is_packed_alone_after_one_of_another_format() -> None:
+    read: list[int] = []
+
+    def read_part(index: int) -> GroupedWeight:
+        read.append(index)
+        return (FOUR[0], EIGHT[1], FOUR[2])[index]
+
+    pack_parts(GroupedParts([partial(read_part, index) for index in range(3)], 3 * 20 * 64), torch.clone)
+    assert read == [0, 1, 0, 1, 2]
 
 
 TWO_FORMATS = [matrix(32, 8, 0), matrix(32, 4, 1)]

@@ -56,7 +56,9 @@ def multiply(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torc
     By torch's kernel or our own, for which there must be one (`can_multiply`).
     """
     _, num_outputs, num_inputs = weights.shape
-    if not _has_own(weights.device) or (suits(num_inputs, num_outputs, weights.dtype) and is_available(weights.device)):
+    # Asked first, since the other warns where there is no kernel of our own, which then nobody needs.
+    is_recordable = suits(num_inputs, num_outputs, weights.dtype) and is_available(weights.device)
+    if is_recordable or not _has_own(weights.device):
         product: torch.Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return product
     from chairlift.kernels.grouped import StoredMatrix  # imports Triton, which not every machine has

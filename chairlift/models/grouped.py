@@ -139,10 +139,7 @@ class GroupedWeight:
         """
         if not self.is_in_planes:
             return self
-        num_rows = max(1, _ELEMENTS_AT_ONCE // self.num_inputs)
-        parts = [slice(start, start + num_rows) for start in range(0, self.num_outputs, num_rows)]
-        num_elements = self.num_outputs * self.num_inputs
-        return stack_rows(compute_each(lambda some: self.rows(some)._in_regular_groups(), parts, num_elements))
+        return self._by_rows(lambda rows: rows._in_regular_groups())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[out, in]`: computed in float32, then rounded once."""
@@ -156,7 +153,7 @@ class GroupedWeight:
     def widened(self) -> "GroupedWeight":
         """The same numbers with values of 8 bits, as in `regular`."""
         regular = self.regular()
-        return regular if regular.num_bits == 8 else self._in_bytes()
+        return regular if regular.num_bits == 8 else self._by_rows(lambda rows: rows._in_bytes())
 
     def without_table(self) -> "GroupedWeight":
         """The same numbers, with those of 8 bits in place of values that stand for them."""
@@ -195,6 +192,13 @@ class GroupedWeight:
             scale_steps=arranged(self.scale_steps),
             offset_steps=arranged(self.offset_steps),
         )
+
+    def _by_rows(self, convert: Callable[[Self], "GroupedWeight"]) -> "GroupedWeight":
+        """Converts some rows at a time, so that copies in float32 are never of the whole."""
+        num_rows = max(1, _ELEMENTS_AT_ONCE // self.num_inputs)
+        parts = [slice(start, start + num_rows) for start in range(0, self.num_outputs, num_rows)]
+        num_elements = self.num_outputs * self.num_inputs
+        return stack_rows(compute_each(lambda some: convert(self.rows(some)), parts, num_elements))
 
     def _in_regular_groups(self) -> "GroupedWeight":
         if self.group_size == planes.GROUP_SIZE:

@@ -293,6 +293,23 @@ def test_a_large_matrix_is_rounded_as_its_rows_are(num_bits: int) -> None:
         assert torch.equal(alone.dequantize(), whole.rows(slice(row, row + 1)).dequantize())
 
 
+def test_a_large_matrix_with_a_table_is_widened_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randint(256, (2500, 160), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    table = torch.arange(-8, 8, dtype=torch.int8)
+    coded = GroupedWeight(4, values, torch.ones(2500, 10), table=table)
+    expected, sizes, integers = coded.dequantize(), [], GroupedWeight._integers
+
+    def noting(some: GroupedWeight) -> torch.Tensor:
+        sizes.append(some.num_outputs * some.num_inputs)
+        return integers(some)
+
+    monkeypatch.setattr(GroupedWeight, "_integers", noting)
+    widened = coded.without_table()
+    assert max(sizes) <= 1 << 18  # where the whole has more
+    assert widened.table is None
+    assert torch.equal(widened.values.float(), expected)
+
+
 def test_values_that_a_table_names_keep_what_they_stand_for() -> None:
     table, other = torch.arange(-8, 8, dtype=torch.int8), torch.arange(0, 16, dtype=torch.int8)
     coded = replace(PLAIN, table=table)

@@ -19,7 +19,7 @@ from chairlift.models.families import describe_family, find_architecture
 from chairlift.models.gguf import GGUFFile, Unpacker, choose_model, is_gguf, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.hub import parse_hub_model
-from chairlift.models.quantization_config import Compression, Float8, read_compression
+from chairlift.models.quantization_config import Stated, read_compression
 from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
@@ -39,7 +39,7 @@ class Checkpoint:
 
     path: Path  # a directory, or a GGUF file
     config: ModelShape
-    compression: Compression | Float8 | None = None  # of some of its matrices, in safetensors
+    compression: Stated | None = None  # of some of its matrices, in safetensors
     gguf: GGUFFile | None = None  # what is at the path, if it is a file
     unpacker: Unpacker | None = None  # reads its blocks in native code; None: torch does it
 

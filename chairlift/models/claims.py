@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models.compressed import CompressedWeights
-from chairlift.models.float8 import Float8Weights
 from chairlift.models.rotary import MAX_POSITIONS
-from chairlift.models.stored import SafetensorsWeights
+from chairlift.models.stored import ComparableWeights
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
@@ -68,7 +66,7 @@ def _count_layers(names: Iterable[str]) -> int:
     return max(map(len, found.values()), default=0)
 
 
-def has_own_head(weights: SafetensorsWeights | CompressedWeights | Float8Weights, embedding: str, head: str) -> bool:
+def has_own_head(weights: ComparableWeights, embedding: str, head: str) -> bool:
     """True if the files have a head that differs from the embedding, to which the config ties it.
 
     Merges of adapters leave such checkpoints. As in transformers, the tensors count more than the config.

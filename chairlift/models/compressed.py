@@ -14,8 +14,8 @@ import torch
 from chairlift.errors import CheckpointError, named
 from chairlift.models.float8 import Float8Weights
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.quantization_config import Compression, Float8, unreadable
-from chairlift.models.stored import GroupFormat, SafetensorsWeights, StoredTensor
+from chairlift.models.quantization_config import Compression, Float8, Stated, unreadable
+from chairlift.models.stored import ComparableWeights, GroupFormat, SafetensorsWeights, StoredTensor
 
 _SPREAD_OVER = 128  # inputs; a whole row's scale is repeated for each 128, or for 64 or 32 where 128 does not fit
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
@@ -154,7 +154,7 @@ class CompressedWeights:
         return shape[0], shape[1]
 
 
-def open_compressed(files: SafetensorsWeights, stated: Compression | Float8) -> CompressedWeights | Float8Weights:
+def open_compressed(files: SafetensorsWeights, stated: Stated) -> ComparableWeights:
     """Opens files of which some matrices are as a config.json says. CheckpointError if they are not."""
     return Float8Weights(files, stated) if isinstance(stated, Float8) else CompressedWeights(files, stated)
 

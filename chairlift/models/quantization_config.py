@@ -43,7 +43,11 @@ class Float8:
     block: Block | None  # None: a scale is of a row, or of the whole matrix
 
 
-def read_compression(raw: dict[str, Any]) -> Compression | Float8 | None:
+Stated = Compression | Float8
+"""Any of the formats that a config.json states."""
+
+
+def read_compression(raw: dict[str, Any]) -> Stated | None:
     """From a config.json; None if weights are as they are. CheckpointError names what cannot be read."""
     stated = raw.get("quantization_config") or raw.get("compression_config")
     if not stated:
@@ -58,7 +62,7 @@ def read_compression(raw: dict[str, Any]) -> Compression | Float8 | None:
     return _READERS_OF_CONFIGS[method](stated)
 
 
-def _read_compressed_tensors(stated: dict[str, Any]) -> Compression | Float8:
+def _read_compressed_tensors(stated: dict[str, Any]) -> Stated:
     if stated.get("format") in _FLOAT8_FORMATS:
         return _read_float_quantized(stated)
     if (layout := stated.get("format")) != "pack-quantized":

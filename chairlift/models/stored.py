@@ -115,6 +115,14 @@ class WeightReader(Protocol):
         ...
 
 
+class ComparableWeights(WeightReader, Protocol):
+    """Is a `WeightReader` that also compares tensors as they are stored."""
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """True if both tensors are stored alike; False for those that take scales or other tensors."""
+        ...
+
+
 class SafetensorsWeights:
     """A `WeightReader` over safetensors files."""
 

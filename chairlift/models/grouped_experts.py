@@ -1,7 +1,8 @@
 """The products of all experts of a layer in one kernel, which reads on the device whose rows are where.
 
-So nothing about the choice of experts comes to the host, and graphs can record steps of a mixture. The kernel is
-torch's where it has one that a graph can record, and else one in Triton.
+So nothing about the choice of experts comes to the host, and graphs can record steps of a mixture. For plain
+matrices the kernel is torch's where it has one that a graph can record, and else one in Triton. That also multiplies
+all matrices that are stored in groups or in float8.
 """
 
 import importlib.util

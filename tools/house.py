@@ -1,9 +1,9 @@
 """Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
 Exit with 1 beyond a limit, or where modules import each other in a circle, an `__init__.py` is more than a door, a
-comment parts a file into sections, or a docstring of the package begins without a verb; `--quiet` prints nothing but
-that. Only single files, classes and functions have limits: the package as a whole may grow, and so may the road, whose
-files `write_road.py` compares with those that a chat runs.
+comment parts a file into sections, or a docstring of the package begins with one of the words of `WITHOUT_VERB`;
+`--quiet` prints nothing but that. Only single files, classes and functions have limits: the package as a whole may
+grow, and so may the road, whose files `write_road.py` compares with those that a chat runs.
 """
 
 import ast

@@ -270,14 +270,19 @@ def _size_in_groups(
     *,
     is_on_gpu: bool,
 ) -> GroupedSize | None:
-    """Counts what stays in groups. On a CPU what is stacked keeps the format of each part where these stay apart."""
+    """Counts what stays in groups. On a CPU what is stacked keeps the format of each part where these stay apart.
+
+    Experts need no workspace: kernels read them as they are stored with any number of rows.
+    """
     interleaved = {f"{weight.module}.weight" for weight in model.config.weights() if weight.is_interleaved}
     num_parameters = num_bytes = num_dequantized = 0
     for name, each in formats.items():
         size = (shape := model.get_parameter(name).shape).numel()
         num_parameters += size
-        num_dequantized = max(num_dequantized, workspace_elements(*shape))
-        is_one = is_on_gpu or name in interleaved or model.is_of_experts(name)
+        is_of_experts = model.is_of_experts(name)
+        if not is_of_experts:
+            num_dequantized = max(num_dequantized, workspace_elements(*shape))
+        is_one = is_on_gpu or is_of_experts or name in interleaved
         if is_one and (stacked := stacked_format(each, is_on_gpu=is_on_gpu)) is not None:
             num_bytes += stacked.num_bytes(size, is_on_gpu=is_on_gpu)
             continue

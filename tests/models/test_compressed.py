@@ -92,6 +92,10 @@ def test_matrices_of_experts_are_packed_one_by_one(tmp_path: Path, case: str) ->
         names = [f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3)]
         assert grouped is not None
         assert torch.equal(grouped.dequantize(), torch.cat([expected[name] for name in names]))
+    size = grouped_size(open_checkpoint(str(tmp_path)), is_on_gpu=True)
+    whole = [linear(kept, f"0.self_attn.{part}_proj").grouped for part in ("qkv", "o")]
+    assert size is not None  # of a workspace, which is for products of whole matrices
+    assert size.num_dequantized == max(each.num_outputs * each.num_inputs for each in whole if each is not None)
 
 
 ACTIVATIONS = compressed_tensors(8, 128, True)

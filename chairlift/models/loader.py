@@ -75,7 +75,7 @@ def load_model(
     num_kept = grouped.num_bytes if grouped and keeps_groups else 0
     num_late = 0 if is_on_gpu else num_kept  # bytes
     exact = {weight.module for weight in model.config.weights() if weight.is_parameter}
-    with _room_for(model, dtype, device):
+    with _room_for(_weigh(model, dtype, grouped if keeps_groups else None, is_float8=is_float8), device):
         for name, stored in parts.items():
             if keeps_groups and name in formats and is_on_gpu:
                 read = _grouped_parts(reader, stored)()
@@ -117,17 +117,21 @@ def make_dummy_model(
     start = time.perf_counter()
     model = _describe_model(checkpoint.config)
     logger.info("%s", model.config.describe())
-    with _room_for(model, dtype, device):
-        model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
-        else:
-            parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
-    for name, parameter in list(model.named_parameters()):
-        if is_float8 and model.can_round(name):
-            model.load_weight(name, round_to_float8(parameter.detach()))
+
+    def draw(name: str, shape: torch.Size) -> torch.Tensor:
+        weight = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        if weight.dim() > 1:
+            return weight.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
+        return weight.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
+
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with _room_for(_weigh(model, dtype, is_float8=is_float8), device):
+        for name, shape in shapes.items():
+            if is_float8 and model.can_round(name):
+                model.load_weight(name, round_to_float8(draw(name, shape)))
+            else:
+                _set(model, name, draw(name, shape))
     model.finalize(max_seq_len, num_positions)
     _log("made up weights for %s: %s for %s in %.2f s", checkpoint, model, dtype, start)
     return model
@@ -151,7 +155,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedD
     )
     source, report = _load_in_transformers(checkpoint, config, dtype)
     refuse_differences(report["missing_keys"], report["unexpected_keys"])
-    with _room_for(source, dtype, device):
+    with _room_for(sum(parameter.numel() for parameter in source.parameters()) * dtype.num_bytes, device):
         model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
     model.check_positions()
     _log("loaded %s: %s of weights for %s in %.2f s", checkpoint, model, dtype, start)
@@ -301,10 +305,19 @@ def _describe_model(config: ModelShape) -> Decoder:
         raise CheckpointError(f"the sizes in its config are too large together: {error}") from error
 
 
+def _weigh(model: Decoder, dtype: DType, kept: GroupedSize | None = None, *, is_float8: bool) -> int:
+    """Counts the bytes of what is kept of a model without weights, once it is loaded."""
+    num_bytes = 0 if kept is None else kept.num_bytes - kept.num_parameters * dtype.num_bytes
+    for name, parameter in model.named_parameters():
+        is_rounded = is_float8 and model.can_round(name)
+        num_scales = len(parameter) if is_rounded else 0
+        num_bytes += parameter.numel() * (1 if is_rounded else dtype.num_bytes) + num_scales * torch.float32.itemsize
+    return num_bytes
+
+
 @contextmanager
-def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
-    """ConfigurationError if the device has no room for the model that is moved to it."""
-    num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes
+def _room_for(num_bytes: int, device: str) -> Iterator[None]:
+    """ConfigurationError if the device has no room for weights of that size, which are moved to it."""
     try:
         yield
     except torch.OutOfMemoryError as error:

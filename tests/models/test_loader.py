@@ -11,12 +11,13 @@ from transformers import LlamaConfig
 
 from chairlift.config import DType
 from chairlift.errors import ConfigurationError
-from chairlift.models import TorchForward, make_dummy_model, open_checkpoint
+from chairlift.models import TorchForward, loader, make_dummy_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import TORCH_DTYPES
 from chairlift.models.decoder import Decoder
+from chairlift.models.grouped import GroupedWeight, round_to_float8
 from chairlift.models.loader import count_parameters
-from tests.models.support import MAX_SEQ_LEN, edit, load, refusal, write_config
+from tests.models.support import MAX_SEQ_LEN, edit, linear, load, refusal, write_config
 from tests.support.checkpoints import SMALL, make_checkpoint
 from tests.support.forward_bench import Bench, Row
 
@@ -184,8 +185,8 @@ def make_config(directory: Path, **shape: Any) -> Path:
     return directory
 
 
-def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32) -> Decoder:
-    return make_dummy_model(open_checkpoint(str(directory)), dtype, "cpu", seed, MAX_SEQ_LEN)
+def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32, *, is_float8: bool = False) -> Decoder:
+    return make_dummy_model(open_checkpoint(str(directory)), dtype, "cpu", seed, MAX_SEQ_LEN, is_float8=is_float8)
 
 
 def test_dummy_weights_need_a_configuration_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -229,14 +230,36 @@ def test_the_number_of_parameters_is_counted_from_the_configuration(tmp_path: Pa
     assert count_parameters(checkpoint.config) == sum(parameter.numel() for parameter in parameters)
 
 
-def test_no_room_for_the_weights_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(self: Decoder, device: str) -> Decoder:  # noqa: ARG001
+def test_dummy_matrices_are_rounded_to_float8_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, load_weight = [], Decoder.load_weight
+
+    def load_alone(self: Decoder, name: str, weight: GroupedWeight) -> None:
+        assert all(other.is_meta for others, other in self.named_parameters() if self.can_round(others))
+        loaded.append(name)
+        load_weight(self, name, weight)
+
+    monkeypatch.setattr(Decoder, "load_weight", load_alone)
+    plain, rounded = (dummy(make_config(tmp_path), is_float8=is_float8) for is_float8 in (False, True))
+    assert len(loaded) == 2 * 4  # of each layer: q, k and v; o; gate and up; down
+    for name in ("0.self_attn.qkv_proj", "1.mlp.down_proj"):
+        grouped, expected = linear(rounded, name).grouped, round_to_float8(linear(plain, name).weight)
+        assert grouped is not None
+        assert torch.equal(grouped.dequantize(), expected.dequantize())
+    assert torch.equal(rounded.lm_head.weight, plain.lm_head.weight)
+
+
+@pytest.mark.parametrize(("is_float8", "size"), [(False, "140.62 KiB"), (True, "97.38 KiB")])
+def test_no_room_for_the_weights_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_float8: bool, size: str
+) -> None:
+    def run_out(self: Decoder, name: str, weight: object) -> None:  # noqa: ARG001
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Decoder, "to_empty", run_out)
+    monkeypatch.setattr(Decoder, "load_weight", run_out)
+    monkeypatch.setattr(loader, "_set", run_out)
     with pytest.raises(ConfigurationError) as caught:
-        dummy(make_config(tmp_path))
+        dummy(make_config(tmp_path), is_float8=is_float8)
     assert str(caught.value) == (
-        "cpu ran out of memory for 140.62 KiB of weights; stop what else uses it, or choose a smaller model"
+        f"cpu ran out of memory for {size} of weights; stop what else uses it, or choose a smaller model"
         " or another dtype"
     )

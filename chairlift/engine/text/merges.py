@@ -2,7 +2,8 @@
 
 All parts of all tokens, millions for a large vocabulary, are looked up at once. For that each has a hash: a sum over
 its characters, each a random number of 64 bits times a power of a base, so that the sums of the characters before both
-of its ends tell the part's. Hashes of different parts are equal once in billions of vocabularies.
+of its ends tell the part's. Hashes of different parts are equal once in billions of trained vocabularies. A file can be
+made to have such parts: that costs its own tokenizer a merge, or gives it a wrong one.
 """
 
 from collections.abc import Mapping

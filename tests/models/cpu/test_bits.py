@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.models.cpu.support import BFLOAT16, FLOAT32, SHAPES, Format, cpu_bench, threads
+from tests.models.cpu.support import BFLOAT16, FLOAT32, RECURRENT, SHAPES, Format, cpu_bench, threads
 from tests.support.forward_bench import Bench, Row, Step, logits_of, random_tokens, steps_around
 from tests.support.kernels import needs_kernels
 
@@ -66,6 +66,18 @@ def assert_equal_in_every_way(shape: str, isa: str, number_format: Format) -> No
         bench = cpu_bench(SHAPES[shape], number_format, isa)
         with threads(num_threads):
             assert_same_bits(Computed(bench, slot, steps_around(rng, slot, sequence, cuts)), expected)
+
+
+@pytest.mark.parametrize("number_format", [FLOAT32, BFLOAT16], ids=str)
+def test_nor_do_they_for_recurrent_blocks(isa: str, number_format: Format) -> None:
+    """Up to three tokens of a row go one by one, more of them together."""
+    rng = random.Random(8)
+    sequence = random_tokens(rng, 24)
+    expected = logits_of(cpu_bench(RECURRENT, number_format, isa), [Step([Row(SLOT, sequence)])])
+    for slot, (num_threads, cuts) in enumerate([(1, [1, 3, 4, 5, 20]), (2, [*range(1, 7), 9, 14])]):
+        with threads(num_threads):
+            bench = cpu_bench(RECURRENT, number_format, isa)
+            assert torch.equal(logits_of(bench, steps_around(rng, slot, sequence, cuts)), expected)
 
 
 def test_more_rows_than_go_through_a_product_at_once_get_the_same_bits(isa: str, number_format: Format) -> None:

@@ -109,6 +109,13 @@ TABLES = (
             rate("llama.cpp", "llama.cpp", OURS),
         ),
     ),
+    Table(
+        SPEED,
+        "recurrent-vllm",
+        Source("compare-recurrent-vllm-epyc-avx512-2-cores"),
+        trials_of_runs,
+        (text("model", "run"), workload(), rate("Chairlift", OURS), ceiling, rate("vLLM", "vllm", OURS)),
+    ),
     *(
         Table(
             SPEED,

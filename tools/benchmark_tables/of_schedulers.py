@@ -6,7 +6,7 @@ from .source import Source
 from .table import Column, Table
 
 SCHEDULING, SCALING = "docs/scheduling.md", "docs/scaling.md"
-COST = Source("scheduler-cost-2-cores", where="Two cores, processor not recorded", recorded="d608779")
+COST = Source("scheduler-cost-2-cores")
 
 _setting = chosen(
     "",
@@ -99,7 +99,7 @@ TABLES = (
             figures("`add`", "add", ".1f"),
             figures("`abort`", "abort", ".1f"),
             figures("`expire`, nothing due", "expire none", ".1f"),
-            figures("`expire`, all due at once, each", "expire each of all", ".1f"),
+            figures("`expire`, many due at once, each", "expire each of many", ".1f"),
         ),
     ),
     Table(

@@ -129,7 +129,7 @@ def waiting(data: Any) -> Sequence[Any]:
     found: dict[str, Any] = {}
     for name, cost in data["microseconds"]["waiting"].items():
         length, kind = name.split(" waiting, ")
-        found.setdefault(kind, {"name": kind})[length] = cost["scheduler"]
+        found.setdefault(kind, {"name": kind})[length] = cost["total"]
     return list(found.values())
 
 

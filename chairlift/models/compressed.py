@@ -15,7 +15,7 @@ from chairlift.errors import CheckpointError, named
 from chairlift.models.float8 import Float8Weights
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.quantization_config import Compression, Float8, Stated, unreadable
-from chairlift.models.stored import ComparableWeights, GroupFormat, SafetensorsWeights, StoredTensor
+from chairlift.models.stored import ComparableWeights, GroupFormat, PlainWeights, StoredTensor
 
 _SPREAD_OVER = 128  # inputs; a whole row's scale is repeated for each 128, or for 64 or 32 where 128 does not fit
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
@@ -43,7 +43,7 @@ _LAYOUTS = {
 class CompressedWeights:
     """A `WeightReader` over safetensors of which some matrices are compressed."""
 
-    def __init__(self, files: SafetensorsWeights, compression: Compression) -> None:
+    def __init__(self, files: PlainWeights, compression: Compression) -> None:
         self._files, self._compression = files, compression
         self._layout = layout = _LAYOUTS[compression.method]
         ending = f".{layout.packed}"
@@ -154,7 +154,7 @@ class CompressedWeights:
         return shape[0], shape[1]
 
 
-def open_compressed(files: SafetensorsWeights, stated: Stated) -> ComparableWeights:
+def open_compressed(files: PlainWeights, stated: Stated) -> ComparableWeights:
     """Opens files of which some matrices are as a config.json says. CheckpointError if they are not."""
     return Float8Weights(files, stated) if isinstance(stated, Float8) else CompressedWeights(files, stated)
 

@@ -4,7 +4,7 @@ Integers of 4 or 8 bits are packed by compressed-tensors, AWQ and GPTQ (`compres
 scales of tensors, rows or blocks (`float8`), under the names of several tools:
 fp8: https://huggingface.co/docs/transformers/quantization/finegrained_fp8
 fbgemm_fp8: https://huggingface.co/docs/transformers/quantization/fbgemm_fp8
-compressed-tensors, "float-quantized": https://github.com/vllm-project/compressed-tensors
+compressed-tensors, "float-quantized" and "mxfp8-quantized": https://github.com/vllm-project/compressed-tensors
 modelopt: https://github.com/NVIDIA/Model-Optimizer
 """
 
@@ -16,7 +16,7 @@ from chairlift.errors import CheckpointError, named, shown
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
 _TOLD_BY_NAMES = "mxfp4"  # of the experts' tensors, which `alternating` reads
-_FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
+_FLOAT8_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,14 @@ class Float8:
     """Describes matrices of float8 numbers as a config.json does."""
 
     block: Block | None  # None: a scale is of a row, or of the whole matrix
+
+
+_MODELOPT: dict[object, Block | None] = {
+    "FP8": None,
+    "FP8_PER_CHANNEL_PER_TOKEN": None,
+    "FP8_PB_WO": Block(128, 128),
+    "MXFP8": Block(1, 32),
+}
 
 
 Stated = Compression | Float8
@@ -115,13 +123,22 @@ def _read_float_quantized(stated: dict[str, Any]) -> Float8:
                 raise unreadable(
                     f"compressed-tensors of {named(what.get('num_bits'))} bits and type {named(what.get('type'))}"
                 )
-        strategy = weights.get("strategy")
-        if strategy not in ("tensor", "channel", "block"):
-            raise unreadable(f"compressed-tensors of float values by {named(strategy)}")
-        blocks.add(_read_block(weights.get("block_structure")) if strategy == "block" else None)
+        blocks.add(_read_float_block(weights))
     if len(blocks) != 1:
         raise unreadable(f"compressed-tensors in {len(blocks)} formats at once")
     return Float8(blocks.pop())
+
+
+def _read_float_block(weights: dict[str, Any]) -> Block | None:
+    match weights.get("strategy"):
+        case "tensor" | "channel":
+            return None
+        case "block":
+            return _read_block(weights.get("block_structure"))
+        case "group":
+            return _read_block([1, weights.get("group_size")])
+        case strategy:
+            raise unreadable(f"compressed-tensors of float values by {named(strategy)}")
 
 
 def _read_fp8(stated: dict[str, Any]) -> Float8:
@@ -137,9 +154,10 @@ def _read_fbgemm(stated: dict[str, Any]) -> Float8:  # noqa: ARG001
 
 
 def _read_modelopt(stated: dict[str, Any]) -> Float8:
-    if (algorithm := stated.get("quant_algo")) != "FP8":
+    algorithm = stated.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT:
         raise unreadable(f"modelopt's {named(algorithm)}")
-    return Float8(None)
+    return Float8(_MODELOPT[algorithm])
 
 
 def _read_block(size: object) -> Block:

@@ -123,6 +123,18 @@ class ComparableWeights(WeightReader, Protocol):
         ...
 
 
+class PlainWeights(ComparableWeights, Protocol):
+    """Is a `ComparableWeights` whose tensors are read as they are stored, and which tells their types."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightReader`."""
+        ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the type of the numbers that the tensor holds."""
+        ...
+
+
 class SafetensorsWeights:
     """A `WeightReader` over safetensors files."""
 

@@ -108,19 +108,31 @@ def awq(**stated: Any) -> dict[str, Any]:
 
 
 def float8(
-    name: str, seed: int, shape: tuple[int, int], block: tuple[int, int] | None, ending: str
+    name: str,
+    seed: int,
+    shape: tuple[int, int],
+    block: tuple[int, int] | None,
+    ending: str,
+    exponents: torch.dtype | None = None,
 ) -> tuple[Tensors, torch.Tensor]:
-    """float8 numbers `[out, in]` with a scale for each block (None: one for all), and the matrix that they are."""
+    """float8 numbers `[out, in]` with a scale for each block (None: one for all), and the matrix that they are.
+
+    `exponents`: scales are powers of 2, of which the exponents are stored in that type.
+    """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
     high, wide = block or shape
     scales = 1e-3 * torch.rand(-(-shape[0] // high), -(-shape[1] // wide), generator=generator) + 1e-4
+    if exponents is not None:
+        scales = torch.exp2(torch.randint(-16, -8, scales.shape, generator=generator))
     exact = torch.empty(shape)
     for row in range(shape[0]):
         for column in range(0, shape[1], wide):
             exact[row, column : column + wide] = numbers[row, column : column + wide].float()
             exact[row, column : column + wide] *= scales[row // high, column // wide]
     stored = scales.squeeze() if block is None else scales
+    if exponents is not None:
+        stored = (stored.log2() + 127).to(torch.uint8).view(exponents)
     return {f"{name}.weight": numbers, f"{name}.{ending}": stored}, exact
 
 

@@ -29,7 +29,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int] | None, str]] = {  # what
     "float-quantized, rows": (float_quantized("channel"), ROWS, PLAIN),
     "float-quantized, matrices": (float_quantized("tensor"), MATRIX, PLAIN),
     "float-quantized, blocks": (float_quantized("block", block_structure=[64, 64]), (64, 64), PLAIN),
+    "fp8, exponents": (fine_grained((64, 64), scale_fmt="ue8m0"), (64, 64), INVERSE),
+    "mxfp8": ({**float_quantized("group", group_size=32), "format": "mxfp8-quantized"}, (1, 32), PLAIN),
+    "modelopt, blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, (128, 128), PLAIN),
 }
+EXPONENTS = {"fp8, exponents": torch.float8_e8m0fnu, "mxfp8": torch.uint8}
 
 
 def write(directory: Path, case: str, **stated: Any) -> dict[str, torch.Tensor]:
@@ -43,7 +47,10 @@ def write(directory: Path, case: str, **stated: Any) -> dict[str, torch.Tensor]:
         if not base.endswith("_proj"):
             continue
         high, wide = tensors.pop(name).shape
-        made, expected[name] = float8(base, seed, (high, wide), (1, wide) if block == ROWS else block, ending)
+        size = (1, wide) if block == ROWS else block
+        made, expected[name] = float8(base, seed, (high, wide), size, ending, EXPONENTS.get(case))
+        if case == "modelopt, blocks":
+            made[f"{base}.{ending}"] = made[f"{base}.{ending}"][:, None, :, None]
         tensors |= made
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_config(directory, read_config(directory), quantization_config={**config, **stated})
@@ -60,14 +67,14 @@ def test_numbers_times_their_scales_are_loaded(tmp_path: Path, case: str) -> Non
     assert torch.equal(linear(rounded, "0.mlp.down_proj").weight, expected[f"{DOWN}.weight"].bfloat16())
 
 
-@pytest.mark.parametrize("case", ["fp8, blocks of 64 x 32", "fp8, matrices", "fbgemm_fp8"])
+@pytest.mark.parametrize("case", ["fp8, blocks of 64 x 32", "fp8, matrices", "fbgemm_fp8", *EXPONENTS])
 def test_transformers_dequantizes_to_the_same_numbers(tmp_path: Path, case: str) -> None:
     write(tmp_path, case)
     stored, ending = load_file(tmp_path / "model.safetensors"), CASES[case][2]
     judge: Any = Fp8Dequantize
     parts = {"weight": stored[f"{DOWN}.weight"], "weight_scale_inv": stored[f"{DOWN}.{ending}"]}
     judged = judge(None).convert(parts)["weight"]
-    assert torch.equal(linear(load(tmp_path), "0.mlp.down_proj").weight, judged)
+    assert torch.equal(linear(load(tmp_path), "0.mlp.down_proj").weight.to(judged.dtype), judged)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,7 +105,8 @@ def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path: Path) -> No
         (fine_grained(None, weight_block_size=[128]), "must have two sizes, not [128]"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt's NVFP4"),
         (float_quantized("channel", num_bits=4), "compressed-tensors of 4 bits and type float"),
-        (float_quantized("group"), "compressed-tensors of float values by group"),
+        (float_quantized("token"), "compressed-tensors of float values by token"),
+        (float_quantized("group"), "must have two sizes, not [1, None]"),
         (float_quantized("block"), "must have two sizes, not None"),
     ],
 )
@@ -117,7 +125,10 @@ def test_another_scheme_is_refused_by_name(tmp_path: Path, stated: dict[str, Any
             f"tensor {DOWN}.weight has shape [128, 192] and scales of shape [3, 2], which are not one for each of its"
             " blocks of 128 x 128",
         ),
-        ({f"{DOWN}.{INVERSE}": torch.ones(1, 2).int()}, f"tensor {DOWN}.{INVERSE} holds int32; weights must be"),
+        (
+            {f"{DOWN}.{INVERSE}": torch.ones(1, 2, dtype=torch.int32)},
+            f"tensor {DOWN}.{INVERSE} holds int32; weights must be",
+        ),
         ({f"{DOWN}.weight": torch.ones(128, 192).to(torch.float8_e5m2)}, "no place for: model.layers.0.mlp.down"),
     ],
 )

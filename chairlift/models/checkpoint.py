@@ -11,7 +11,7 @@ from typing import Any
 
 from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.alternating import AlternatingWeights
-from chairlift.models.blocks import AlternatingExperts
+from chairlift.models.blocks import AlternatingExperts, StackedExperts
 from chairlift.models.claims import has_own_head, refuse_absent_experts, refuse_absent_layers, refuse_large_numbers
 from chairlift.models.compressed import open_compressed
 from chairlift.models.config import ModelConfig, ModelShape
@@ -19,12 +19,12 @@ from chairlift.models.families import describe_family, find_architecture
 from chairlift.models.gguf import GGUFFile, Unpacker, choose_model, is_gguf, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.hub import parse_hub_model
-from chairlift.models.quantization_config import Stated, read_compression
+from chairlift.models.quantization_config import Float8, Stated, read_compression
 from chairlift.models.rearranged import rearranged
 from chairlift.models.smollm2 import SMOLLM2, find_smollm2
 from chairlift.models.special_floats import restore_floats
 from chairlift.models.stacked import StackedWeights
-from chairlift.models.stored import SafetensorsWeights, WeightReader
+from chairlift.models.stored import PlainWeights, SafetensorsWeights, WeightReader
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
@@ -57,13 +57,16 @@ class Checkpoint:
         return rearranged(reader, self.config) if isinstance(self.config, ModelConfig) else reader
 
     def _open_files(self) -> WeightReader:
-        files = SafetensorsWeights(self.weight_files)
-        if self.compression is not None:
-            return open_compressed(files, self.compression)
+        files, compression = SafetensorsWeights(self.weight_files), self.compression
         stacked = self.config.names.stacked if isinstance(self.config, ModelConfig) else None
-        if isinstance(stacked, AlternatingExperts):
-            return AlternatingWeights(files, stacked)
-        return files if stacked is None else StackedWeights(files, stacked)
+        reader: PlainWeights = files
+        match stacked:
+            case AlternatingExperts() if compression is None:
+                return AlternatingWeights(files, stacked)
+            case StackedExperts():
+                block = compression.block if isinstance(compression, Float8) else None
+                reader = StackedWeights(files, stacked, block)
+        return reader if compression is None else open_compressed(reader, compression)
 
 
 def open_checkpoint(model: str, *, ignores_weights: bool = False) -> Checkpoint:

@@ -93,5 +93,34 @@ def find_compile_obstacle(device: torch.device) -> str | None:
     try:
         torch.compile(F.silu)(torch.zeros(256, device=device))
     except Exception as error:  # of the compiler, or due to a missing program or library: all have the same effect
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return _reason(error)
     return None
+
+
+def find_recording_obstacle(work: Callable[[], object], device: torch.device) -> str | None:
+    """Says why that work cannot be done on the device, or on a GPU not be recorded by a graph; None if it can.
+
+    It depends on the card and on torch, so it is tried.
+    """
+    try:
+        with on_device(device):
+            work()  # libraries load what they need, which no graph can
+            if device.type == "cuda":
+                _record(work)
+    except Exception as error:  # of torch or of the capture: all have the same effect
+        return _reason(error)
+    return None
+
+
+def _record(work: Callable[[], object]) -> None:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of what it says, or its type if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

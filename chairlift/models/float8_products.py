@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from chairlift.device import compiled_on_gpu
+from chairlift.device import compiled_on_gpu, find_recording_obstacle
 from chairlift.kernels.grouped import StoredMatrix
 from chairlift.models.grouped import FLOAT8, LARGEST_FLOAT8
 
@@ -20,17 +20,14 @@ _LEAST = 1e-12  # a row of zeros has a scale, too
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Returns true where torch multiplies float8 matrices with a scale for each row and column, and graphs record it.
-
-    That depends on the card and on torch, so it is tried.
-    """
-    try:
-        _try(device)
-    except Exception as error:  # of torch or of the capture: all have the same effect
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        logger.info("products of many rows with float8 matrices take numbers of 16 bits: %s", reason)
-        return False
-    return True
+    """Returns true where torch multiplies float8 matrices with scales of rows and columns, and graphs record it."""
+    values = torch.zeros(64, 64, device=device).to(FLOAT8)
+    matrix, x = StoredMatrix(8, values, torch.ones(64, 1, device=device)), values.to(torch.bfloat16)
+    bias = x[0].clone()
+    obstacle = find_recording_obstacle(lambda: Float8Products().multiply(x, matrix, bias), device)
+    if obstacle is not None:
+        logger.info("products of many rows with float8 matrices take numbers of 16 bits: %s", obstacle)
+    return obstacle is None
 
 
 def suits(matrix: StoredMatrix, dtype: torch.dtype) -> bool:
@@ -61,19 +58,3 @@ class Float8Products:
             rounded, matrix.values.t(), scale_a=scales, scale_b=matrix.scales.view(1, -1), bias=bias, out_dtype=x.dtype
         )
         return product
-
-
-def _try(device: torch.device) -> None:
-    values = torch.zeros(64, 64, device=device).to(FLOAT8)
-    matrix, x = StoredMatrix(8, values, torch.ones(64, 1, device=device)), values.to(torch.bfloat16)
-    bias = x[0].clone()
-    Float8Products().multiply(x, matrix, bias)  # libraries load what they need, which no graph can
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            Float8Products().multiply(x, matrix, bias)
-        graph.replay()
-        torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from chairlift.device import find_compile_obstacle
+from chairlift.device import find_compile_obstacle, find_recording_obstacle
 
 if TYPE_CHECKING:
     from chairlift.kernels.grouped import StoredMatrix
@@ -37,18 +37,16 @@ def suits(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
 def is_available(device: torch.device) -> bool:
     """Returns true where torch has the kernel and a graph can record it.
 
-    That depends on the card and on torch, which elsewhere multiplies expert by expert and waits for the device. So it
-    is tried.
+    Elsewhere torch multiplies expert by expert and waits for the device.
     """
     if device.type != "cuda":
         return device.type == "meta"  # which stands for a GPU
-    try:
-        _record(device)
-    except Exception as error:  # of torch or of the capture: all have the same effect
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        logger.info("torch has no product of all experts that a graph can record: %s", reason)
-        return False
-    return True
+    x = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
+    weights, ends = x.new_zeros(2, 64, 64), torch.tensor([8, 16], dtype=torch.int32, device=device)
+    obstacle = find_recording_obstacle(lambda: F.grouped_mm(x, weights.transpose(1, 2), offs=ends), device)
+    if obstacle is not None:
+        logger.info("torch has no product of all experts that a graph can record: %s", obstacle)
+    return obstacle is None
 
 
 def multiply(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -82,16 +80,3 @@ def _has_own(device: torch.device) -> bool:
         return True
     logger.warning("no step of a mixture of experts is recorded, which is slower: Triton compiles no kernel here")
     return False
-
-
-def _record(device: torch.device) -> None:
-    with torch.cuda.device(device):
-        x = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
-        weights, ends = x.new_zeros(2, 64, 64), torch.tensor([8, 16], dtype=torch.int32, device=device)
-        F.grouped_mm(x, weights.transpose(1, 2), offs=ends)  # libraries load what they need, which no graph can
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-        graph.replay()
-        torch.cuda.synchronize()

@@ -7,7 +7,7 @@ too, but reserves results of all queries for as many splits as one row could hav
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a mul
 
 _MAX_OFFSET = torch.iinfo(torch.int32).max
 _SPLITS_AS_IT_SEES_FIT = 0
+_RETURNS_SUMS = "return_softmax_lse"
 
 
 def load_flash_attn(layers: Mapping[int, AttentionConfig], demands: Demands, device: torch.device) -> PaddingBackend:
@@ -75,9 +76,10 @@ class FlashAttnBackend:
     def __init__(self, layers: Mapping[int, AttentionConfig]) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._decode: Any = flash_attn_with_kvcache
-        self._prefill: Any = flash_attn_varlen_func
-        self._options = _options(layers)
+        options = _options(layers)
+        # Results beside the sums: probabilities, which without dropout are empty.
+        self._attend_to_pages = partial(_attend, flash_attn_varlen_func, "return_attn_probs", options)
+        self._attend_to_slots = partial(_attend, _one_query_each(flash_attn_with_kvcache), _RETURNS_SUMS, options)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         if batch.is_decode:
@@ -108,24 +110,6 @@ class FlashAttnBackend:
 
         return attend
 
-    def _attend_to_slots(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-        **how: Any,
-    ) -> torch.Tensor:
-        """Attends with a query of each row: `[B, Hq, D] -> [B, Hq, D]`"""
-        if sinks is not None:
-            how["return_softmax_lse"] = True
-        result = self._decode(query.unsqueeze(1), keys, values, causal=True, **self._options[layer_idx], **how)
-        if sinks is None:
-            return torch.as_tensor(result).squeeze(1)
-        output, sums = result  # [B, 1, Hq, D], [B, Hq, 1]
-        return join_sinks(output.squeeze(1), sums.squeeze(2).T, sinks)
-
     def _prepare_prefill(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         append = append_tokens(batch, cache)
         key_offsets = torch.nn.functional.pad(torch.cumsum(key_lengths(batch, cache), 0, dtype=torch.int32), (1, 0))
@@ -147,24 +131,6 @@ class FlashAttnBackend:
             )
 
         return attend
-
-    def _attend_to_pages(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-        **how: Any,
-    ) -> torch.Tensor:
-        """Attends with the queries of all rows: `[T, Hq, D] -> [T, Hq, D]`"""
-        if sinks is not None:
-            how["return_attn_probs"] = True  # beside the logarithms, probabilities that without dropout are empty
-        result = self._prefill(query, keys, values, causal=True, **self._options[layer_idx], **how)
-        if sinks is None:
-            return torch.as_tensor(result)
-        output, sums, _ = result
-        return join_sinks(output, sums, sinks)
 
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
@@ -206,8 +172,8 @@ class FlashAttn3Backend:
         version_2: FlashAttnBackend | None = None,
     ) -> None:
         """`module`: the build's name; `version_2`: takes rows that decode, if it is there."""
-        self._kernel: Any = importlib.import_module(module).flash_attn_with_kvcache
-        self._options = _options(layers)
+        kernel: Any = importlib.import_module(module).flash_attn_with_kvcache
+        self._attend_to_slots = partial(_attend, kernel, _RETURNS_SUMS, _options(layers))
         self._version_2 = version_2
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
@@ -237,24 +203,6 @@ class FlashAttn3Backend:
 
         return attend
 
-    def _attend_to_slots(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-        **how: Any,
-    ) -> torch.Tensor:
-        """Attends with the queries of all rows: `[T, Hq, D] -> [T, Hq, D]`"""
-        if sinks is not None:
-            how["return_softmax_lse"] = True
-        result = self._kernel(query, keys, values, causal=True, **self._options[layer_idx], **how)
-        if sinks is None:
-            return torch.as_tensor(result)
-        output, sums, *_ = result  # beside these, results of parts of the keys
-        return join_sinks(output, sums, sinks)
-
     def prepare_padded(self, batch: PaddedBatch, blocks: torch.Tensor) -> Attend:
         """See `PaddingBackend`."""
         if self._version_2 is not None:
@@ -278,6 +226,40 @@ class FlashAttn3Backend:
             max_seqlen_q=most,
             num_splits=_splits_of(most),
         )
+
+
+def _attend(
+    kernel: Callable[..., Any],
+    returns_sums: str,
+    options: Mapping[int, dict[str, Any]],
+    layer_idx: int,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+    **how: Any,
+) -> torch.Tensor:
+    """Attends with the queries of all rows, and joins the layer's sinks: `[T, Hq, D] -> [T, Hq, D]`
+
+    `returns_sums`: asks the kernel for the logarithms of the sums `[Hq, T]`, too, behind which there may be more.
+    """
+    if sinks is None:
+        return torch.as_tensor(kernel(query, keys, values, causal=True, **options[layer_idx], **how))
+    output, sums, *_ = kernel(query, keys, values, causal=True, **{returns_sums: True}, **options[layer_idx], **how)
+    return join_sinks(output, sums, sinks)
+
+
+def _one_query_each(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes version 2's function for rows `[B, T, Hq, D]` one for rows of one query, `[B, Hq, D]`."""
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any) -> Any:
+        result = kernel(query.unsqueeze(1), keys, values, **how)
+        if isinstance(result, torch.Tensor):
+            return result.squeeze(1)
+        output, sums = result  # [B, 1, Hq, D], [B, Hq, 1]
+        return output.squeeze(1), sums.squeeze(2).T
+
+    return attend
 
 
 def _own(new: Projections) -> tuple[torch.Tensor, torch.Tensor]:

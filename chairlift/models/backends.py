@@ -133,10 +133,10 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         calibration_ids = calibration.draw_tokens(checkpoint.config.vocab_size) if is_calibrated else None
         return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization, calibration_ids=calibration_ids)
     model.pack()
-    if config.has_own_kernels:
-        _choose_products(model)
     if isinstance(checkpoint, CheckpointPart):
         checkpoint.connect(model)
+    if config.has_own_kernels:
+        _choose_products(model)
     if config.batch_invariant:
         return InvariantForward(model)
     return _with_attention(model, model.config, config)

@@ -44,6 +44,7 @@ class Linear(nn.Linear):
     is_whole: ClassVar[bool] = True  # every product is with all of the weight
     _packed: torch.Tensor | None = None
     product: Product | None = None
+    is_partial: bool = False  # what it computes is added up with the results of other ranks
 
     def reset_parameters(self) -> None:
         """Leaves them as they are: all are loaded, and drawing those without data makes torch import its compiler."""
@@ -95,8 +96,8 @@ class Linear(nn.Linear):
         del self.weight
 
     def folds(self, num_rows: int) -> bool:
-        """True if products of so many rows fold in the residual."""
-        return self.product is not None and self.product.folds(num_rows)
+        """True if products of so many rows fold in the residual, which of several ranks every one would do."""
+        return self.product is not None and not self.is_partial and self.product.folds(num_rows)
 
     def folds_norm(self, num_rows: int) -> bool:
         """True if they fold in the norm of their input."""

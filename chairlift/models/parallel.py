@@ -27,7 +27,7 @@ from chairlift.models.blocks import Cut, Part
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.layers import RMSNorm, RowTable
+from chairlift.models.layers import Linear, RMSNorm, RowTable
 from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader, fill
 
 _HOST = "127.0.0.1"  # where Gloo listens
@@ -97,6 +97,8 @@ class CheckpointPart(Checkpoint):
         for name, module in list(model.named_modules()):
             cut = cuts.get(name)
             if cut is Cut.COLUMNS:
+                assert isinstance(module, Linear), "nothing else has columns"
+                module.is_partial = True
                 module.register_forward_hook(lambda _module, _inputs, output: group.add_up(output))
             elif cut is Cut.ROWS and isinstance(module, RMSNorm):
                 parent, _, own = name.rpartition(".")

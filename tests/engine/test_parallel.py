@@ -213,7 +213,8 @@ def test_a_server_has_ranks_which_end_with_it_however_it_ends(model: str) -> Non
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not work with this model: its 4 attention heads"),
         ({"attention_backend": "cpu"}, "attention_backend cpu works with tensor_parallel_size 1 only; choose torch"),
-        ({"quantization": "int8"}, "quantization works with tensor_parallel_size 1 only; leave one of the two out"),
+        ({"quantization": "int8"}, "quantization int8 works with tensor_parallel_size 1 only; leave one of the two"),
+        ({"quantization": "fp8", "device": "cpu"}, "quantization fp8 needs a GPU that multiplies bfloat16, and Triton"),
         ({"device": "cuda:1"}, "device cuda:1 is a single one, and tensor_parallel_size is 2; choose cpu or cuda"),
     ],
 )

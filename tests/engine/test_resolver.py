@@ -67,6 +67,7 @@ def resolved(
 
 
 KERNELS_GPU = replace(GPU, has_own_kernels=True)
+TWO_RANKS = {"tensor_parallel_size": 2}
 
 
 def room_for(num_slots: int, short_by: int = 0) -> MachineFacts:
@@ -96,6 +97,8 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     ),
     "the second gpu": (replace(GPU, device="cuda:1"), {"device": "cuda"}, {"device": "cuda:1"}),
     "float8 on a gpu": (KERNELS_GPU, {"quantization": "fp8"}, {"dtype": "bfloat16", **ON_GPU, "keeps_groups": True}),
+    "float8 over ranks": (KERNELS_GPU, {"quantization": "fp8", **TWO_RANKS}, {"has_own_kernels": True}),
+    "plain numbers over ranks": (KERNELS_GPU, TWO_RANKS, {"has_own_kernels": False}),
     # The number format is the checkpoint's where the machine multiplies it, or where the kernels widen it.
     "float16 on a cpu": (CPU, {"stored": F16}, {"dtype": "float32"}),
     # Native code does not compute in float16.

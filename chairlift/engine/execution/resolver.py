@@ -20,6 +20,7 @@ AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gai
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 2048  # graphs have so many, and decode rows wait for them
 AUTO_SNAPSHOTS_SHARE, MAX_AUTO_SNAPSHOTS = 4, 256  # of the cache's memory, one part in so many
 _PAGED = AttentionBackend.TRITON, AttentionBackend.FLASH_ATTN  # flash-attn computes the prompts of both, if it is there
+_NO_FLOAT8 = "quantization fp8 needs a GPU that multiplies bfloat16, and Triton; on a CPU choose int8 or int4"
 _SLOT_STATES_SHARE = 2  # one part in so many of the rest, at most, goes to the states of slots
 
 
@@ -76,7 +77,7 @@ def resolve(
     backend = choose_backend(dtype)
     if config.speculation is not None:
         _check_speculation(config, machine, backend.name)
-    has_own_kernels = machine.has_own_kernels and config.tensor_parallel_size == 1
+    has_own_kernels = machine.has_own_kernels and _takes_own_kernels(config)
     is_native = backend.name is AttentionBackend.CPU
     stored, has_experts = config.quantization or dtype, bool(model.num_experts)
     keeps_groups = config.dtype != DType.FLOAT32 if is_native else has_own_kernels and dtype is not DType.FLOAT32
@@ -115,13 +116,16 @@ def _refuse_contradictions(config: EngineConfig, machine: MachineFacts, grouped:
     if config.quantization is not None and grouped is not None:
         raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
     if config.quantization is Quantization.FP8 and not machine.has_own_kernels:
-        raise ConfigurationError(
-            "quantization fp8 needs a GPU that multiplies bfloat16, and Triton; on a CPU choose int8 or int4"
-        )
+        raise ConfigurationError(_NO_FLOAT8)
     if config.prefix_cache_dir is not None and not config.enable_prefix_caching:
         raise ConfigurationError("prefix_cache_dir needs enable_prefix_caching; leave one of the two out")
     if config.batch_invariant and machine.is_gpu:
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
+
+
+def _takes_own_kernels(config: EngineConfig) -> bool:
+    """Tells if products take kernels of ours: nobody has measured these with several ranks; float8 has no others."""
+    return config.tensor_parallel_size == 1 or config.quantization is Quantization.FP8
 
 
 def _fit_tables(
@@ -151,13 +155,18 @@ def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -
     `obstacle`: why the model cannot be divided like this.
     """
     size = config.tensor_parallel_size
-    if config.quantization is not None:
-        raise ConfigurationError("quantization works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.quantization is not None and not config.quantization.is_for_gpu:
+        raise ConfigurationError(
+            f"quantization {config.quantization} works with tensor_parallel_size 1 only; leave one of the two out, or"
+            " choose fp8 on GPUs"
+        )
     if config.attention_backend is AttentionBackend.CPU:
         raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
     if obstacle is not None:
         raise ConfigurationError(f"tensor_parallel_size {size} does not work with this model: {obstacle}")
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
+        if config.quantization is not None:
+            raise ConfigurationError(_NO_FLOAT8)
         return config.model_copy(update={"device": "cpu"})
     if config.device not in ("auto", "cuda"):
         raise ConfigurationError(

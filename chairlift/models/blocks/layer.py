@@ -180,7 +180,7 @@ class DecoderLayer(nn.Module):
             edges = each.edges
             if edges.first is not None:
                 found[edges.first] = Use(norm=each.pre)
-            if edges.last is not None and self._residual_scale == 1.0:
+            if edges.last is not None and self._residual_scale == 1.0 and not edges.last.is_partial:
                 found[edges.last] = Use(adds=True)
         return found
 

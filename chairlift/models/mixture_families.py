@@ -23,6 +23,13 @@ _ROUTER = (("experts.router", "mlp.gate"), ("experts.", "mlp.experts."))
 _SHARED = (("shared_mlp.output_gate", "mlp.shared_expert_gate"), ("shared_mlp.", "mlp.shared_expert."))
 _OF_MIXTRAL = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 _STACKED = StackedExperts("mlp.experts.", "gate_up_proj", "down_proj")
+_OF_DEEPSEEK = TensorNames(
+    (
+        ("experts.choice_bias", "mlp.gate.e_score_correction_bias"),
+        *_ROUTER,
+        ("shared_mlp.", "mlp.shared_experts."),
+    )
+)
 GRANITE_SPELLINGS = (("experts.router", "block_sparse_moe.router.layer"), ("experts.", "block_sparse_moe."))
 GRANITE_STACKED = StackedExperts("block_sparse_moe.", "input_linear.weight", "output_linear.weight")
 
@@ -138,13 +145,14 @@ MIXTURE_FAMILIES = {
         },
         is_partly_rotated=True,
         mixtures=read_glm4_moe,
-        names=TensorNames(
-            (
-                ("experts.choice_bias", "mlp.gate.e_score_correction_bias"),
-                *_ROUTER,
-                ("shared_mlp.", "mlp.shared_experts."),
-            )
-        ),
+        names=_OF_DEEPSEEK,
+    ),
+    "Dots1ForCausalLM": Family(
+        "Dots1Config",
+        {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD},
+        has_windows=True,
+        mixtures=read_glm4_moe,
+        names=_OF_DEEPSEEK,
     ),
 }
 """By architecture, as `config.json` names it."""

@@ -144,6 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
+    "dots1": {**GLM, "sliding_window": 62, "max_window_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "glm4_moe, one group": {**GLM, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False},
 }
 
@@ -339,10 +340,10 @@ def test_experts_are_not_divided_among_devices(directory: Path) -> None:
 
 OTHERS = (
     *("olmoe, normalised", "qwen3_moe", "lfm2_moe, no bias", "gpt_oss, windows alone"),
-    "qwen3_next, one layer dense",
+    *("qwen3_next, one layer dense", "dots1"),
 )
 GGUF = [family for family in FAMILIES if family not in OTHERS]
-"""Families as llama.cpp has them: it normalises weights always or never, and some have no dense layers there."""
+"""Families whose files of llama.cpp are read: it normalises weights always or never, and some are never dense there."""
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_kernels)])

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from chairlift.models import planes
+from chairlift.models.group_rounding import GROUP_SIZE, inverse, round_to_4_bits, round_to_8_bits, shares_in_groups
 from chairlift.models.side_by_side import compute_each
 
 FLOAT8 = torch.float8_e4m3fn
@@ -17,10 +18,7 @@ GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that
 _WORKSPACE_ELEMENTS = 1 << 27  # at most, of a matrix that is dequantized to be multiplied
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _ELEMENTS_ROUNDED_AT_ONCE = 1 << 24  # to float8, on a GPU
-_QUANTIZED_GROUP = 32
 _CODES = 16
-_PARTS_OF_RANGE = (1.0, 0.94, 0.88)
-_LEAST_SHARE = 1e-3  # of the mean of its group: no input is left out altogether
 
 
 class _InPlanes(NamedTuple):
@@ -260,14 +258,14 @@ def quantize(weight: torch.Tensor, num_bits: int, importance: torch.Tensor | Non
 
     `importance`: float32 `[in]`, the weight of each input's squared errors with 4 bits; None: all are alike.
     """
-    missing = -weight.shape[1] % _QUANTIZED_GROUP
+    missing = -weight.shape[1] % GROUP_SIZE
     padded = pad(weight, (0, missing)) if missing else weight
-    shares = None if importance is None or num_bits == 8 else _shares_in_groups(pad(importance, (0, missing)))
+    shares = None if importance is None or num_bits == 8 else shares_in_groups(pad(importance, (0, missing)))
     num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
 
     def round_part(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        groups = rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP)
-        return _round_to_8_bits(groups) if num_bits == 8 else _round_to_4_bits(groups, shares)
+        groups = rows.float().reshape(len(rows), -1, GROUP_SIZE)
+        return round_to_8_bits(groups) if num_bits == 8 else round_to_4_bits(groups, shares)
 
     parts = compute_each(round_part, torch.split(padded, num_rows), padded.numel())
     values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -286,72 +284,8 @@ def round_to_float8(weight: torch.Tensor) -> GroupedWeight:
         some = slice(start, start + num_rows)
         wide = weight[some].float()
         scales[some] = wide.abs().amax(dim=1, keepdim=True) / LARGEST_FLOAT8
-        values[some] = (wide * _inverse(scales[some])).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
+        values[some] = (wide * inverse(scales[some])).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
     return GroupedWeight(8, values, scales)
-
-
-def _shares_in_groups(importance: torch.Tensor) -> torch.Tensor:
-    """float32 `[in]` -> `[n, 32]`: the share of each element in its group's importance, which is never 0."""
-    groups = importance.view(-1, _QUANTIZED_GROUP)
-    groups = groups + _LEAST_SHARE * groups.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
-    return groups / groups.sum(dim=-1, keepdim=True)
-
-
-def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """float32 `[out, n, 32]` -> int8 values and float32 scales `[out, n]`: the largest magnitude is about 127."""
-    scales = _with_11_bits(groups.abs().amax(dim=-1) / 127)
-    values = groups.mul(_inverse(scales)[..., None]).round_().clamp_(-127, 127)
-    return values.to(torch.int8), scales
-
-
-def _round_to_4_bits(groups: torch.Tensor, shares: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """float32 `[out, n, 32]`, `[n, 32]` -> uint8 values `[out, n, 16]`, float32 scales and offsets `[out, n]`."""
-    if shares is None:
-        shares = torch.full((1, _QUANTIZED_GROUP), 1 / _QUANTIZED_GROUP)
-    scales, offsets = _fit_4_bits(groups, shares)
-    units = scales.amax(dim=1, keepdim=True) / 255
-    scales = (scales * _inverse(units)).round_() * units
-    offsets = (offsets * _inverse(-15 * units)).round_().clamp_(0, 255) * (-15 * units)
-    integers = groups.sub(offsets[..., None]).mul_(_inverse(scales)[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    return integers[..., ::2] | (integers[..., 1::2] << 4), scales, offsets
-
-
-def _fit_4_bits(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` with the least error among some candidates.
-
-    The integers are tried on a group's whole range, and on parts of it, with elements beyond clamped to its ends. Each
-    time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v), where an element
-    counts by its share, `[n, 32]`. The pair that explains most of the variance is taken, among those with 0 in their
-    range.
-    """
-    low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
-    weighted = groups * shares
-    mean = weighted.sum(dim=-1)
-    best_explained, best_scales, best_offsets = torch.zeros_like(low), (high - low) / 15, low
-    for part in _PARTS_OF_RANGE:
-        cut = (high - low) * ((1 - part) / 2)
-        values = groups.sub((low + cut)[..., None]).mul_(_inverse((high - low) * (part / 15))[..., None])
-        values.round_().clamp_(0, 15)
-        mean_value = torch.linalg.vecdot(values, shares)
-        covariance = torch.linalg.vecdot(weighted, values) - mean * mean_value
-        scales = covariance * _inverse(torch.linalg.vecdot(values.square(), shares) - mean_value.square())
-        offsets, explained = mean - scales * mean_value, covariance * scales
-        is_better = (explained > best_explained) & (offsets <= 0) & (offsets >= -15 * scales)
-        best_explained = torch.where(is_better, explained, best_explained)
-        best_scales = torch.where(is_better, scales, best_scales)
-        best_offsets = torch.where(is_better, offsets, best_offsets)
-    return best_scales, best_offsets
-
-
-def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / x, and 0 for 0."""
-    return torch.where(scales == 0, 0.0, 1 / scales)
-
-
-def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
-    """float32 rounded to the precision of float16, whatever the exponent."""
-    bits = numbers.view(torch.int32)
-    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

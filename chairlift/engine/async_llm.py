@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.async_prompts import AsyncPrompts
+from chairlift.engine.collector import paused_collector
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.journal import EngineStats, Snapshot
@@ -72,7 +73,8 @@ class AsyncLLM(AsyncPrompts):
 
         `config`: fields of `EngineConfig`.
         """
-        self._use(*_open(EngineConfig(model=model, **config)))
+        with paused_collector():
+            self._use(*_open(EngineConfig(model=model, **config)))
 
     @classmethod
     def of(cls, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> Self:

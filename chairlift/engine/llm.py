@@ -11,6 +11,7 @@ from weakref import ref
 from tqdm import tqdm
 
 from chairlift.config import EngineConfig
+from chairlift.engine.collector import paused_collector
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forks import Home
 from chairlift.engine.text.chat_template import ChatOptions, Message
@@ -44,7 +45,7 @@ class LLM:
         `config`: fields of `EngineConfig`.
         """
         engine_config = EngineConfig(model=model, **config)
-        with reading_ahead(engine_config) as tokenizer:
+        with paused_collector(), reading_ahead(engine_config) as tokenizer:
             core = EngineCore(engine_config)
             self._use(core, InputProcessor(core.config, core.vocab_size, tokenizer=tokenizer))
 

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
 from hypothesis import given
@@ -284,7 +285,8 @@ def test_merges_and_patterns_are_those_of_transformers() -> None:
     vocab |= {token[:size]: len(vocab) + index for index, token in enumerate(vocab) for size in (1, 2, 3)}
     for num_ranks in (1, 5, 1000):
         ranks = {token: index * 37 % num_ranks for token, index in vocab.items()}
-        assert make_merges(ranks) == make_theirs(vocab, {token: (-float(rank), 0) for token, rank in ranks.items()})
+        merges = make_merges(list(ranks), np.array(list(ranks.values())))
+        assert merges == make_theirs(vocab, {token: (-float(rank), 0) for token, rank in ranks.items()})
     assert {rule: GGUF_PRE_TOKENIZER_SPLITS[str(rule)] for rule in PATTERNS} == PATTERNS
 
 

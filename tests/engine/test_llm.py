@@ -1,5 +1,6 @@
 """The Python call: what goes in, what comes out, and the right exception when something is wrong."""
 
+import gc
 import io
 import json
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch
 from chairlift.errors import EngineClosed, InvalidRequest, QueueFull
@@ -160,6 +161,25 @@ def test_there_is_a_progress_bar_on_a_terminal_only_and_if_wanted(tiny: str) -> 
         shown.append(stream.getvalue())
     assert shown[:2] == ["", ""]
     assert "8/8" in shown[2]
+
+
+def test_no_garbage_is_collected_while_an_engine_is_made(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+
+    def make(config: EngineConfig) -> EngineCore:
+        collects.append(gc.isenabled())
+        return EngineCore(config)
+
+    monkeypatch.setattr("chairlift.engine.llm.EngineCore", make)
+    LLM(tiny, **ENGINE).close()
+    collects.append(gc.isenabled())
+    gc.disable()
+    try:
+        LLM(tiny, **ENGINE).close()
+        collects.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert collects == [False, True, False, False]
 
 
 def test_an_engine_may_have_another_queue(tiny: str) -> None:

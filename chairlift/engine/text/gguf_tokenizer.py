@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -19,7 +20,8 @@ from chairlift.models.gguf import GGUFFile
 
 _PREFIX = "tokenizer.ggml."
 _SENTENCE_PIECE, _BYTE_LEVEL, _GEMMA4 = "llama", "gpt2", "gemma4"  # as `tokenizer.ggml.model` has them
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found whole in a text, as `token_type` has them
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # as `token_type` has them
+_FOUND_WHOLE = {_UNKNOWN, _CONTROL, _USER_DEFINED}  # types of tokens that are found whole in a text
 _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
 _PHI3, _PHI3_KEEPS = "phi3", {"<unk>", "<s>", "<|endoftext|>"}  # the architecture; tokens that swallow no white space
@@ -89,7 +91,7 @@ def _special_tokens(given: dict[str, Any], habits: dict[str, int]) -> dict[str, 
 
 def _byte_level(given: dict[str, Any], rule: object) -> BackendTokenizer:
     """The file spells tokens that are found whole as they are, and all others in the byte alphabet."""
-    vocab = {token: index for index, token in enumerate(given["tokens"])}
+    vocab = _numbered(given["tokens"])
     backend: Any = BackendTokenizer(models.BPE(vocab, _merges_of(given), ignore_merges=rule in _WHOLE_WORDS))
     backend.pre_tokenizer = pre_tokenizers.Sequence(_splitting(rule))
     backend.decoder = decoders.ByteLevel()
@@ -131,8 +133,8 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     tokens, is_gemma = given["tokens"], architecture.startswith(_GEMMA)
     if is_gemma:  # the file has runs of spaces as they are
         tokens = [_MARK * len(token) if token.strip(" ") == "" else token for token in tokens]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_of(given) or make_merges(dict(zip(tokens, _ranks(given, is_gemma), strict=True)))
+    vocab = _numbered(tokens)
+    merges = _merges_of(given) or _find_merges(vocab, given, is_gemma)
     backend: Any = BackendTokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces, has_first = normalizers.Replace(" ", _MARK), given.get("add_space_prefix", not is_gemma)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if has_first else spaces
@@ -141,16 +143,29 @@ def _sentence_piece(given: dict[str, Any], architecture: str, unknown: str | Non
     return backend  # type: ignore[no-any-return]
 
 
-def _ranks(given: dict[str, Any], is_gemma: bool) -> Sequence[int]:
+def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+    """Maps each token to its id: the last one of a token that the file has twice."""
+    return dict(zip(tokens, range(len(tokens)), strict=True))
+
+
+def _find_merges(vocab: dict[str, int], given: dict[str, Any], is_gemma: bool) -> list[tuple[str, str]]:
+    """Finds the merges of a file that has none."""
+    ranks = _ranks(given, is_gemma)
+    if len(ranks) != len(given["tokens"]):
+        raise CheckpointError(f"it ranks {len(ranks)} tokens, and has {len(given['tokens'])}")
+    return make_merges(list(vocab), ranks[np.fromiter(vocab.values(), np.int64, len(vocab))])
+
+
+def _ranks(given: dict[str, Any], is_gemma: bool) -> npt.NDArray[np.int64]:
     """For each token a rank. Two tokens become the one that ranks first: by its score, or else the first."""
     if is_gemma:
         # The scores of its user-defined tokens (runs of spaces and such) mean nothing: they come first, all alike.
         kinds = np.asarray(given["token_type"])
-        return np.where(kinds == _USER_DEFINED, 0, np.arange(1, 1 + len(kinds))).tolist()  # type: ignore[no-any-return]
+        return np.where(kinds == _USER_DEFINED, 0, np.arange(1, 1 + len(kinds)))
     order = np.argsort(-np.asarray(given["scores"], np.float64), kind="stable")
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(len(order))
-    return ranks.tolist()
+    return ranks
 
 
 def _numbers(read: Any) -> list[Any]:
@@ -163,7 +178,8 @@ def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architec
 
     Phi-3's swallow the white space after them, which its template relies on, and no file says so.
     """
-    kinds = dict(zip(given["tokens"], _numbers(given.get("token_type", ())), strict=False))
+    kinds = zip(given["tokens"], _numbers(given.get("token_type", ())), strict=False)
+    whole = {token: kind for token, kind in kinds if kind in _FOUND_WHOLE}
     added = [
         AddedToken(
             token,
@@ -171,8 +187,8 @@ def _add_whole_tokens(backend: BackendTokenizer, given: dict[str, Any], architec
             special=kind != _USER_DEFINED,
             rstrip=architecture == _PHI3 and token not in _PHI3_KEEPS,
         )
-        for token, kind in kinds.items()
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and backend.token_to_id(token) is not None
+        for token, kind in whole.items()
+        if backend.token_to_id(token) is not None
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])

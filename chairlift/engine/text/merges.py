@@ -6,7 +6,7 @@ of its ends tell the part's. Hashes of different parts are equal once in billion
 made to have such parts: that costs its own tokenizer a merge, or gives it a wrong one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,11 @@ _Integers = npt.NDArray[np.int64]
 _Hashes = npt.NDArray[np.uint64]
 
 
-def make_merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+def make_merges(tokens: Sequence[str], ranks: _Integers) -> list[tuple[str, str]]:
     """Lists all pairs of tokens that are a token together: the first rank first, then the longest first halves.
 
-    `ranks`: of all tokens, from 0 on. CheckpointError for a token that is too long.
+    `tokens`: each once. `ranks`: of all of them, from 0 on. CheckpointError for a token that is too long.
     """
-    tokens = list(ranks)
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
     if len(tokens) and lengths.max() > _LONGEST_PIECE:
         longest = tokens[int(lengths.argmax())]
@@ -46,7 +45,7 @@ def make_merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
     is_pair = np.flatnonzero(first != _ABSENT)
     second = places.find(hashes.of(middles[is_pair], stops[is_pair]))
     is_pair, second = is_pair[second != _ABSENT], second[second != _ABSENT]
-    first, in_rank = first[is_pair], np.fromiter(ranks.values(), np.int64, len(tokens))[wholes[is_pair]]
+    first, in_rank = first[is_pair], ranks[wholes[is_pair]]
     most = 1 << _LENGTH_BITS
     shortness = (most - lengths[first]) << _LENGTH_BITS | (most - lengths[second])
     order = np.argsort(in_rank << 2 * _LENGTH_BITS | shortness, kind="stable")

@@ -154,7 +154,9 @@ def _panels(rows: torch.Tensor, change: Change = Change.NONE) -> torch.Tensor:
 
 def _powers_of_two(rows: torch.Tensor) -> torch.Tensor:
     """`[out]`: units in which each row's largest number is just below 2^15, where float16 is most precise."""
-    largest = rows.abs().nan_to_num(0.0, 0.0).amax(dim=1)
+    largest = rows.abs().amax(dim=1)
+    if not largest.isfinite().all():  # rare, and slow for all numbers of a large matrix
+        largest = rows.abs().nan_to_num(0.0, 0.0).amax(dim=1)
     return torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 15)
 
 

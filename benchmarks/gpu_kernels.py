@@ -4,9 +4,10 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --device cpu --tiny      (the same way through, without a GPU)
 
 Attention of decode steps and of prompts beside flash-attn 2 and 3, where these are installed, in two orders of a slot's
-layers and tokens; products of few rows beside cuBLAS, plain and in groups of 8 and 4 bits; draws of tokens beside
-torch's operators. Calls of a graph use other data each time, as much as leaves the cache. A kernel that fails is named,
-and the others still run. The last line is JSON.
+layers and tokens; products of few rows beside cuBLAS, plain and in groups of 8 and 4 bits; products with float8
+matrices and with those of experts beside torch's; draws of tokens beside torch's operators. Calls of a graph use other
+data each time, or so much that it leaves the cache. A kernel that fails is named, and the others still run. The last
+line is JSON.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from machine import parser_of, print_report
 from on_gpu.kernel_bench import Bench, table
 
-_PARTS = ("attention", "products", "draws")  # `measure` of on_gpu/kernel_<part>.py
+_PARTS = ("attention", "products", "float8", "draws")  # `measure` of on_gpu/kernel_<part>.py
 
 
 def main() -> int:

@@ -103,6 +103,7 @@ class Engine:
         graphs: Graphs = Graphs.ALL,
         load_format: str = "dummy",
         attention: str = "auto",
+        quantization: str | None = None,
     ) -> None:
         """`num_steps`: decode steps a launch."""
         config = EngineConfig(
@@ -111,6 +112,7 @@ class Engine:
             dtype=dtype,
             load_format=load_format,
             attention_backend=attention,
+            quantization=quantization,
             max_batch_size=num_slots,
             max_seq_len=slot_len,
             max_steps_per_launch=num_steps,

@@ -73,7 +73,7 @@ class Decoding:
 def measure(bench: Bench, *, is_tiny: bool) -> None:
     """Decode steps of one long row, of many, and of rows of very different lengths; then prompts."""
     sizes = Sizes(2, 4, 2, 32) if is_tiny else Sizes(8, 32, 8, 128)
-    dtype = torch.float16 if is_tiny else torch.bfloat16  # Triton's interpreter truncates bfloat16
+    dtype = torch.float16 if is_tiny else torch.bfloat16  # Triton's interpreter multiplies bfloat16's bits
     for case, (lengths, slot_len) in _cases(is_tiny=is_tiny).items():
         for order in (_PLANES, _TOKENS):
             decoding = _decoding(sizes, lengths, slot_len, order, dtype, bench.device)

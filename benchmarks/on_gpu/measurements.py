@@ -112,6 +112,16 @@ def grouped(setup: Setup) -> list[Measurement]:
     return setup.time_decodes(engine, "large, int4", decodes)
 
 
+def float8(setup: Setup) -> list[Measurement]:
+    """The large shape with its weights in float8: decoding, and the first tokens of single prompts."""
+    return _decodes_and_first_token(setup, "large", setup.scale.float8_decodes, is_float8=True)
+
+
+def float8_mixture(setup: Setup) -> list[Measurement]:
+    """The same of a mixture of experts."""
+    return _decodes_and_first_token(setup, "mixture", setup.scale.float8_decodes, is_float8=True)
+
+
 def recurrent(setup: Setup) -> list[Measurement]:
     """A model most of whose layers are recurrent: decoding, and the first tokens of single prompts."""
     return _decodes_and_first_token(setup, "recurrent", setup.scale.recurrent_decodes)
@@ -152,6 +162,8 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
         latency_without_mixed_graphs,
         uneven,
         grouped,
+        float8,
+        float8_mixture,
         recurrent,
         mixture,
         large_single_steps,
@@ -163,10 +175,14 @@ PARTS: Mapping[str, Callable[[Setup], list[Measurement]]] = {
 }
 
 
-def _decodes_and_first_token(setup: Setup, shape: str, decodes: tuple[Decode, ...]) -> list[Measurement]:
+def _decodes_and_first_token(
+    setup: Setup, shape: str, decodes: tuple[Decode, ...], *, is_float8: bool = False
+) -> list[Measurement]:
     longest_prompt = max(setup.scale.prompt_lengths)
-    engine = setup.engine(shape, MANY_STEPS, [*setup.decode_workloads(decodes), Workload(1, longest_prompt, 1)])
-    return [*setup.time_decodes(engine, shape, decodes), _first_token(engine, shape, longest_prompt, None)]
+    workloads = [*setup.decode_workloads(decodes), Workload(1, longest_prompt, 1)]
+    engine = setup.engine(shape, MANY_STEPS, workloads, is_float8=is_float8)
+    name = f"{shape}, float8" if is_float8 else shape
+    return [*setup.time_decodes(engine, name, decodes), _first_token(engine, name, longest_prompt, None)]
 
 
 def _first_tokens(setup: Setup, engine: Engine, shape: str) -> list[Measurement]:

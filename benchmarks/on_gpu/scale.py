@@ -77,6 +77,7 @@ class Scale:
     sampled_decodes: tuple[Decode, ...]  # of the large shape, with other sampling beside greedy rows
     uneven_decodes: tuple[Decode, ...]  # of the large shape: rows of one length, and as many tokens in rows of many
     grouped_decodes: tuple[Decode, ...]  # of the large shape, its weights in groups of 4 bits
+    float8_decodes: tuple[Decode, ...]  # of the large shape and of the mixture, their weights in float8
     recurrent: Mapping[str, Any]
     recurrent_decodes: tuple[Decode, ...]
     mixture: Mapping[str, Any]
@@ -166,6 +167,7 @@ SCALES = {
         sampled_decodes=tuple(Decode(rows, 128, sampling=each) for rows in (1, 32, 256) for each in SAMPLINGS),
         uneven_decodes=(Decode(32, 1056), Decode(32, 1056, spread=992)),
         grouped_decodes=(Decode(1, 128), Decode(16, 128)),
+        float8_decodes=(Decode(1, 128), Decode(32, 128)),
         recurrent=_QWEN3_5_0_8B,
         recurrent_decodes=(Decode(1, 128), Decode(32, 128)),
         mixture=_MIXTURE_7B,
@@ -190,6 +192,7 @@ SCALES = {
         sampled_decodes=tuple(Decode(2, 8, sampling=each) for each in SAMPLINGS),
         uneven_decodes=(Decode(3, 12), Decode(3, 12, spread=8)),
         grouped_decodes=(Decode(1, 8),),
+        float8_decodes=(Decode(1, 8), Decode(2, 8)),
         recurrent=_TINY_RECURRENT,
         recurrent_decodes=(Decode(1, 8), Decode(2, 8)),
         mixture=_TINY_MIXTURE,

@@ -34,11 +34,19 @@ class Setup:
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
-    def engine(self, name: str, num_steps: int, workloads: list[Workload], *, graphs: Graphs = Graphs.ALL) -> Engine:
+    def engine(
+        self,
+        name: str,
+        num_steps: int,
+        workloads: list[Workload],
+        *,
+        graphs: Graphs = Graphs.ALL,
+        is_float8: bool = False,
+    ) -> Engine:
         """On random weights of the shape of that name, with slots for the largest of the workloads."""
         slot_len = longest(workloads)
         model = write_config(getattr(self.scale, name), slot_len, self.dtype, self.scratch / name)
-        return self.engine_of(model, num_steps, workloads, graphs=graphs)
+        return self.engine_of(model, num_steps, workloads, graphs=graphs, is_float8=is_float8)
 
     def engine_of(
         self,
@@ -48,8 +56,12 @@ class Setup:
         *,
         graphs: Graphs = Graphs.ALL,
         load_format: str = "dummy",
+        is_float8: bool = False,
     ) -> Engine:
-        """On that model, with slots for the largest of the workloads."""
+        """On that model, with slots for the largest of the workloads.
+
+        `is_float8`: a GPU keeps weights in float8, and a CPU goes the same way with plain ones.
+        """
         return Engine(
             model,
             self.device,
@@ -60,6 +72,7 @@ class Setup:
             graphs=graphs,
             load_format=load_format,
             attention=self.attention,
+            quantization="fp8" if is_float8 and self.torch_device.type == "cuda" else None,
         )
 
     def decode_workloads(self, decodes: tuple[Decode, ...]) -> list[Workload]:

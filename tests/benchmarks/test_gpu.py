@@ -225,9 +225,10 @@ def test_a_recurrent_model_decodes_and_reads_a_prompt(tmp_path: Path) -> None:
     assert config.to_dict()["layer_types"].count("full_attention") == 6
 
 
-def test_a_mixture_of_experts_decodes_and_reads_a_prompt(tmp_path: Path) -> None:
-    kinds = [("decode", 1), ("decode", 2), ("first_token", 0)]
-    assert [(each["kind"], each["rows"]) for each in measured("mixture", tmp_path)] == kinds
+@pytest.mark.parametrize(("name", "shape"), [("mixture", "mixture"), ("float8_mixture", "mixture, float8")])
+def test_a_mixture_of_experts_decodes_and_reads_a_prompt(name: str, shape: str, tmp_path: Path) -> None:
+    kinds = [("decode", 1, shape), ("decode", 2, shape), ("first_token", 0, shape)]
+    assert [(each["kind"], each["rows"], each["shape"]) for each in measured(name, tmp_path)] == kinds
 
 
 def test_weights_in_groups_of_4_bits_are_read_as_such(tmp_path: Path) -> None:

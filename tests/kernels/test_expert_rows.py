@@ -100,6 +100,7 @@ COMPILATIONS = (
     compilation("4 bits", "bf16", 16, 128, 4, "*u8"),
     compilation("8 bits", "bf16", 64, 128, 8, "*i8", 128),
     compilation("float8", "bf16", 64, 128, 8, "*fp8e4nv", 0),
+    compilation("float8, groups", "bf16", 16, 128, 8, "*fp8e4nv", 32),
 )
 
 

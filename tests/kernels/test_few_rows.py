@@ -11,7 +11,7 @@ from tests.support.gpu import needs_gpu
 from tests.support.triton_compiler import Compilation, compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter multiplies bfloat16's bits
 LIMIT = 1e-2 if HALF is torch.bfloat16 else 4e-3  # of relative errors
 CORES, ALONE = Tile(16, 128), Tile(8, 128, is_for_one_row=True)
 STORED = {
@@ -165,6 +165,12 @@ def compilation(
     return Compilation(name, "chairlift.kernels.few_rows", kernel, types, constants, aligned, options)
 
 
+def writing(name: str, num_bits: int, values: str, group: int) -> Compilation:
+    types = {"values": values, "scales": "*fp32", "offsets": "*fp32", "output": "*bf16", "N_ALL": "i32", "K": "i32"}
+    constants = {"BITS": num_bits, "GROUP": group, "HAS_OFFSETS": num_bits == 4, "N": 16, "KB": 256}
+    return Compilation(name, "chairlift.kernels.grouped", "_dequantize", types, constants, tuple(types))
+
+
 COMPILATIONS = (
     compilation("plain", 16, Tile(16, 256), 16, "ADDS"),
     compilation("plain, normed", 16, Tile(32, 256), 16, "NORM"),
@@ -179,7 +185,12 @@ COMPILATIONS = (
     compilation("float8, one row", 8, Tile(4, 1024, is_for_one_row=True), 1, "NORM", values="*fp8e4nv", group=0),
     compilation("bytes of float8", 8, Tile(32, 128), 16, "NORM", values="*u8", group=0),
     compilation("bytes of float8, one row", 8, Tile(4, 2048, is_for_one_row=True), 1, "NORM", values="*u8"),
+    compilation("float8, groups of 32, 64 rows", 8, Tile(32, 128), 64, "NORM", "ADDS", values="*fp8e4nv", group=32),
+    compilation("float8, early", 8, Tile(32, 128, is_early=True), 64, "ADDS", "IS_EARLY", values="*fp8e4nv", group=0),
     compilation("4 bits, early", 4, Tile(4, 2048, is_for_one_row=True, is_early=True), 1, "ADDS", "IS_EARLY"),
+    writing("4 bits, written out", 4, "*u8", 32),
+    writing("float8, written out", 8, "*fp8e4nv", 0),
+    writing("bytes of float8, written out", 8, "*u8", 128),
 )
 
 

@@ -214,7 +214,7 @@ SHAPES = {
 
 _MLP = DenseMLPBlock(intermediate_size=66)
 _DELTA_NET = GatedDeltaNetBlock(
-    num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=80, kernel_size=4, norm_eps=1e-5
+    num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=240, kernel_size=4, norm_eps=1e-5
 )
 _MAMBA = Mamba2Block(num_heads=6, head_dim=16, num_groups=2, state_size=32, kernel_size=4, norm_eps=1e-5)
 # A recurrent block of each kind, and one beside attention.

@@ -73,6 +73,7 @@ struct Taps {
 };
 
 constexpr int64_t TOKENS_AHEAD = 16;  // whose inputs are prefetched, as each lies in a page of its own
+constexpr int64_t FEATURES_AHEAD = 128;  // whose window and taps are prefetched: in decode they come from memory
 
 // Convolves features [feature, feature + 16) of a row's inputs with the window that its state begins with, which then
 // is that after the stored inputs. `inputs`: of the row's new tokens. `use(i, x)` gets the result of input i.
@@ -84,8 +85,11 @@ void convolve16(const Taps& taps, const RowState& row, const float* inputs, int6
     for (int k = 0; k < kept; k++) {
         window[k] = row.is_fresh ? splat(0.0f) : load16(live + k * taps.num_features);
         weights[k] = load16(taps.weights + k * taps.num_features + feature);
+        __builtin_prefetch(live + k * taps.num_features + FEATURES_AHEAD);
+        __builtin_prefetch(taps.weights + k * taps.num_features + feature + FEATURES_AHEAD);
     }
     weights[kept] = load16(taps.weights + kept * taps.num_features + feature);
+    __builtin_prefetch(taps.weights + kept * taps.num_features + feature + FEATURES_AHEAD);
     const f32x16 bias = taps.bias ? load16(taps.bias + feature) : splat(0.0f);
     for (int64_t i = 0; i < row.num_inputs(); i++) {
         const int64_t t = i - row.num_replayed;
@@ -114,19 +118,12 @@ void convolve16(const Taps& taps, const RowState& row, const float* inputs, int6
     }
 }
 
-INLINE float first_lane(f32x16 x) {
-    float lanes[LANES];
-    store16(lanes, x);
-    return lanes[0];
-}
-
-// Calls `use` for all columns of a matrix, VECTORS vectors at a time and the last ones by themselves, with the number
-// of vectors as a constant, and the first column.
-template <int VECTORS, class Use> void for_columns(int64_t width, Use use) {
-    int64_t column = 0;
+// Calls `use` for all columns of a matrix, VECTORS vectors at a time and the last ones half as many at a time, with the
+// number of vectors as a constant, and the first column.
+template <int VECTORS, class Use> void for_columns(int64_t width, Use use, int64_t column = 0) {
     for (; column + VECTORS * LANES <= width; column += VECTORS * LANES)
         use(std::integral_constant<int, VECTORS>{}, column);
-    for (; column < width; column += LANES) use(std::integral_constant<int, 1>{}, column);
+    if constexpr (VECTORS > 1) for_columns<VECTORS / 2>(width, use, column);
 }
 
 // Some columns of a head's matrix while they go through a row's inputs: where they are, or apart from the others.
@@ -147,6 +144,11 @@ template <int VECTORS> struct Columns {
     }
 
     float* at(int64_t d, int vector) const { return first + d * stride + vector * LANES; }
+
+    // Prefetches a part of what stands in another matrix where row `d` of the columns stands in theirs.
+    template <int FIRST, int LAST> INLINE void fetch(const float* other, int64_t d) const {
+        for (int v = FIRST; v < LAST; v++) __builtin_prefetch(other + d * width + v * LANES, 0, 2);
+    }
 
     // Calls `move(i)` for each input, and keeps what the stored ones have made.
     template <class Move> void walk(const RowState& row, Move move) const {

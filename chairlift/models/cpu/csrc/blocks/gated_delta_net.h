@@ -8,9 +8,10 @@ template <class T, class W> struct GatedDeltaNet {
     static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
 
     // From so many inputs on, columns are moved apart: lines a power of 2 apart would compete for few places of the
-    // first-level cache. With fewer, whose matrix comes from memory, more columns at a time are read as longer streams.
+    // first-level cache. With fewer, whose matrix comes from memory, as many columns at a time as there are registers for
+    // are read as one stream.
     static constexpr int64_t MANY_INPUTS = 4;
-    static constexpr int VECTORS_APART = 2, VECTORS_IN_PLACE = 4;
+    static constexpr int VECTORS_APART = 2, VECTORS_IN_PLACE = sizeof(f32_register) == sizeof(f32x16) ? 8 : 4;
 
     const Stream<T, W>& stream;
     const StateRows& rows;
@@ -58,8 +59,10 @@ template <class T, class W> struct GatedDeltaNet {
         });
         team.wait();
         team.share(num_rows * values, [&](int64_t task) {
-            const RowState row = rows.at(task / values, block.place);
-            run_head(block, row, task % values, scratch + team.rank * scratch_size, inner.written);
+            const int64_t next = task + 1 < num_rows * values ? task + 1 : task;
+            const float* next_matrix = matrix_of(block, rows.at(next / values, block.place), next % values);
+            run_head(block, rows.at(task / values, block.place), task % values, next_matrix,
+                     scratch + team.rank * scratch_size, inner.written);
         });
         team.wait();
         stream.leave(team, block.out, inner, num_values(block), target);
@@ -133,33 +136,51 @@ template <class T, class W> struct GatedDeltaNet {
         convolve(block, row, 2 * num_keys(block) + head * dim, dim, value_of(block, head, row.first), dim);
     }
 
-    // Of all heads. Those of beta come first, as their inputs do.
+    // Of all heads, sixteen at a time. Those of beta come first, as their inputs do.
     void make_gates(const GatedDeltaNetBlock& block, const RowState& row) const {
         const int64_t count = block.num_value_heads, stride = num_gates(block);
         const float* own = gates + row.token * stride;
         for (int64_t i = 0; i < row.num_inputs(); i++) {
             const int64_t t = i - row.num_replayed;
             const float* from = t < 0 ? row.pending + i * row.pending_stride + num_mixed(block) : own + t * stride;
-            for (int64_t head = 0; head < count; head++) {
-                const float decay = from[count + head] + block.dt_bias[head];
-                float* to = gates_of(block, head, row.first + i);
-                to[0] = first_lane(sigmoid16(splat(from[head])));
-                to[1] = first_lane(exp2_16(softplus16(splat(decay)) * (block.rates[head] * LOG2_E)));
-            }
+            for (int64_t head = 0; head < count; head += LANES) make_gates_of(block, row, i, from, head);
         }
         for (int64_t i = 0; i < row.num_tentative; i++)
             std::memcpy(row.pending + i * row.pending_stride + num_mixed(block),
                         own + (row.num_new - row.num_tentative + i) * stride, 2 * count * sizeof(float));
     }
 
-    // The matrix of a head through a row's inputs, and what the next product reads of its outputs.
-    void run_head(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, float* own,
+    // Of up to sixteen heads of one input, from `first` on. `from`: of all heads.
+    void make_gates_of(const GatedDeltaNetBlock& block, const RowState& row, int64_t i, const float* from,
+                       int64_t first) const {
+        const int64_t heads = block.num_value_heads, left = heads - first, count = left < LANES ? left : LANES;
+        float beta[LANES] = {}, decay[LANES] = {}, rates[LANES] = {}, bias[LANES] = {};
+        std::memcpy(beta, from + first, count * sizeof(float));
+        std::memcpy(decay, from + heads + first, count * sizeof(float));
+        std::memcpy(rates, block.rates + first, count * sizeof(float));
+        std::memcpy(bias, block.dt_bias + first, count * sizeof(float));
+        store16(beta, sigmoid16(load16(beta)));
+        store16(decay, exp2_16(softplus16(load16(decay) + load16(bias)) * (load16(rates) * LOG2_E)));
+        for (int64_t k = 0; k < count; k++) {
+            float* to = gates_of(block, first + k, row.first + i);
+            to[0] = beta[k];
+            to[1] = decay[k];
+        }
+    }
+
+    // [key_dim][value_dim]
+    static float* matrix_of(const GatedDeltaNetBlock& block, const RowState& row, int64_t head) {
+        return row.live + (block.num_taps - 1) * num_mixed(block) + head * block.key_dim * block.value_dim;
+    }
+
+    // The matrix of a head through a row's inputs, and what the next product reads of its outputs. `next`: the matrix
+    // that the thread goes on with.
+    void run_head(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, const float* next, float* own,
                   const Rows<T>& written) const {
-        const int64_t size = block.key_dim * block.value_dim;
-        float* matrix = row.live + (block.num_taps - 1) * num_mixed(block) + head * size;
+        float* matrix = matrix_of(block, row, head);
         const auto run = [&](auto vectors, int64_t column, float* apart) {
             const Columns<vectors()> columns(row, matrix + column, block.key_dim, block.value_dim, apart);
-            run_columns(block, row, head, column, columns);
+            run_columns(block, row, head, column, columns, next + column);
         };
         if (row.num_inputs() >= MANY_INPUTS || row.num_tentative)
             for_columns<VECTORS_APART>(block.value_dim, [&](auto vectors, int64_t k) { run(vectors, k, own); });
@@ -170,21 +191,21 @@ template <class T, class W> struct GatedDeltaNet {
 
     template <int VECTORS>
     void run_columns(const GatedDeltaNetBlock& block, const RowState& row, int64_t head, int64_t column,
-                     const Columns<VECTORS>& columns) const {
+                     const Columns<VECTORS>& columns, const float* next) const {
         const int64_t key_head = block.has_tiled_heads ? head % block.num_key_heads
                                                        : head / (block.num_value_heads / block.num_key_heads);
         const float* query = queries_of(block, key_head, row.first);
         const float* value = value_of(block, head, row.first) + column;
         const float* gate = gates_of(block, head, row.first);
         f32x16 answers[VECTORS];
-        ask(columns, query + block.key_dim, answers);
+        ask(columns, query + block.key_dim, answers, next);
         columns.walk(row, [&](int64_t i) {
             f32x16 read[VECTORS];
             const Arrival arrival{query, query + block.key_dim, value, gate[0], gate[1]};
             if (i + 1 < row.num_inputs())
-                advance<true>(columns, arrival, answers, read);
+                advance<true>(columns, arrival, answers, read, next);
             else
-                advance<false>(columns, arrival, answers, read);
+                advance<false>(columns, arrival, answers, read, next);
             query += 2 * block.key_dim, value += block.value_dim, gate += 2;
             if (i < row.num_replayed) return;
             float* output = output_of(block, head, row.token + i - row.num_replayed) + column;
@@ -198,22 +219,25 @@ template <class T, class W> struct GatedDeltaNet {
         float beta, decay;
     };
 
-    // S' k of some columns of a matrix S.
+    // S' k of some columns of a matrix S. Half of the same columns of the next matrix are prefetched.
     template <int VECTORS>
-    static void ask(const Columns<VECTORS>& columns, const float* key, f32x16 (&answers)[VECTORS]) {
+    static void ask(const Columns<VECTORS>& columns, const float* key, f32x16 (&answers)[VECTORS], const float* next) {
         for (int v = 0; v < VECTORS; v++) answers[v] = splat(0.0f);
-        for (int64_t d = 0; d < columns.height; d++)
+        for (int64_t d = 0; d < columns.height; d++) {
+            columns.template fetch<0, VECTORS / 2>(next, d);
             for (int v = 0; v < VECTORS; v++)
                 answers[v] = fma16(load16(columns.at(d, v)), splat(key[d]), answers[v]);
+        }
     }
 
     // One token in some columns of a matrix S, whose answers are S' k: S becomes a S + k b (v - a S' k)'. `read`: S' q of
-    // that; and the answers become S' k of the next token's key, if there is one, so that S is read once a token.
+    // that; and the answers become S' k of the next token's key, if there is one, so that S is read once a token. With
+    // the last token the other half of the next matrix is prefetched.
     template <bool HAS_NEXT, int VECTORS>
     static void advance(const Columns<VECTORS>& columns, const Arrival& arrival, f32x16 (&answers)[VECTORS],
-                        f32x16 (&read)[VECTORS]) {
+                        f32x16 (&read)[VECTORS], const float* next) {
         const int64_t dim = columns.height;
-        const float* next = arrival.key + 2 * dim;
+        const float* next_key = arrival.key + 2 * dim;
         f32x16 corrections[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             corrections[v] = (load16(arrival.value + v * LANES) - answers[v] * arrival.decay) * arrival.beta;
@@ -221,7 +245,8 @@ template <class T, class W> struct GatedDeltaNet {
         }
         for (int64_t d = 0; d < dim; d++) {
             const f32x16 k = splat(arrival.key[d]), q = splat(arrival.query[d]);
-            const f32x16 asked = splat(HAS_NEXT ? next[d] : 0.0f);
+            const f32x16 asked = splat(HAS_NEXT ? next_key[d] : 0.0f);
+            if constexpr (!HAS_NEXT) columns.template fetch<VECTORS / 2, VECTORS>(next, d);
             for (int v = 0; v < VECTORS; v++) {
                 float* element = columns.at(d, v);
                 const f32x16 moved = fma16(k, corrections[v], load16(element) * arrival.decay);

@@ -18,14 +18,14 @@ from chairlift.errors import CheckpointError, named
 from chairlift.models import mxfp4
 from chairlift.models.blocks import AlternatingExperts
 from chairlift.models.claims import MAX_EXPERTS
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import POWERS_OF_TWO, GroupedWeight
 from chairlift.models.stored import GroupFormat, SafetensorsWeights, StoredTensor, fill
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAIN, _BLOCKS, _SCALES, _BIAS = "", "_blocks", "_scales", "_bias"
 _DIMENSIONS = {_PLAIN: 3, _BLOCKS: 4, _BIAS: 2}
 _BYTES_OF_A_GROUP = mxfp4.GROUP_SIZE // 2
-_FORMAT = GroupFormat(4, mxfp4.GROUP_SIZE, 4, has_table=True)
+_FORMAT = GroupFormat(4, mxfp4.GROUP_SIZE, POWERS_OF_TWO.itemsize, has_table=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from chairlift.models.group_rounding import GROUP_SIZE, inverse, round_to_4_bits
 from chairlift.models.side_by_side import compute_each
 
 FLOAT8 = torch.float8_e4m3fn
+POWERS_OF_TWO = torch.float8_e8m0fnu
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 _FLOAT8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()  # torch converts them one by one on a CPU
 GROUP_ALIGNMENT = 32  # of rows that kernels quantize: they multiply groups that are a whole number of these
@@ -49,9 +50,9 @@ class GroupedWeight:
     of 2 bits, 0 to 3, and of 5 bits, 0 to 31, have offsets. Those of 6 bits, 0 to 63, stand for 32 less, and those of 3
     bits for 4 less; they have no offsets. Of 2, 3 and 6 bits 16 share a scale. Counts of 2 bits are below 16.
 
-    Scales and offsets are `[out, in / group_size]`, of any floating dtype. With steps they are uint8, and stand for so
-    many times the step that they share with neighbours along `in`. Without offsets they are int8. Only 4 bits with
-    offsets and no table, and bits in planes have steps.
+    Scales and offsets are `[out, in / group_size]`, of any floating dtype. Scales of values by a table may be E8M0:
+    powers of two. With steps they are uint8, and stand for so many times the step that they share with neighbours along
+    `in`. Without offsets they are int8. Only 4 bits with offsets and no table, and bits in planes have steps.
     """
 
     num_bits: int
@@ -182,10 +183,12 @@ class GroupedWeight:
         def arranged(rows: torch.Tensor | None) -> torch.Tensor | None:
             return None if rows is None else arrange(rows)
 
+        is_power = self.scales.dtype is POWERS_OF_TWO  # torch pads none of these
+
         return replace(
             self,
             values=arrange(self.values),
-            scales=arrange(self.scales),
+            scales=arrange(self.scales.view(torch.uint8)).view(POWERS_OF_TWO) if is_power else arrange(self.scales),
             offsets=arranged(self.offsets),
             scale_steps=arranged(self.scale_steps),
             offset_steps=arranged(self.offset_steps),
@@ -236,8 +239,14 @@ def _times(counts: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return (runs * steps.float()[..., None]).flatten(1)
 
 
+def _without_powers(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in bfloat16 if they are E8M0, which few of torch's operators take."""
+    return numbers.to(torch.bfloat16) if numbers.dtype is POWERS_OF_TWO else numbers
+
+
 def _compacted(numbers: torch.Tensor) -> torch.Tensor:
     """In bfloat16 or float16, if one of them holds all of the numbers exactly."""
+    numbers = _without_powers(numbers)
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(numbers.to(dtype).to(numbers.dtype), numbers):
             return numbers.to(dtype)
@@ -326,9 +335,11 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         offsets = torch.cat(
             [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights]
         )
-    values, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("values", "scales"))
+    values, scales = torch.cat([each.values for each in weights]), [each.scales for each in weights]
+    if len({each.dtype for each in scales}) > 1:
+        scales = [_without_powers(each) for each in scales]
     steps: list[torch.Tensor | None] = [None, None]
     if weights[0].scale_steps is not None:
         both = ([getattr(each, name) for each in weights] for name in ("scale_steps", "offset_steps"))
         steps = [None if each[0] is None else torch.cat(each) for each in both]
-    return GroupedWeight(weights[0].num_bits, values, scales, offsets, weights[0].table, *steps)
+    return GroupedWeight(weights[0].num_bits, values, torch.cat(scales), offsets, weights[0].table, *steps)

@@ -5,13 +5,13 @@ The format is the Open Compute Project's: https://www.opencompute.org/documents/
 
 import torch
 
+from chairlift.models.grouped import POWERS_OF_TWO
+
 GROUP_SIZE = 32
 TABLE = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
 """Twice the numbers that the codes stand for."""
 
-_BIAS_OF_EXPONENTS = 127
-
 
 def scales_of(exponents: torch.Tensor) -> torch.Tensor:
-    """uint8 of any shape -> float32: the factors of the numbers in the table."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS_OF_EXPONENTS - 1)
+    """uint8 of any shape -> E8M0: the factors of the numbers in the table, which are 2^-127 at least."""
+    return (exponents - exponents.clamp(max=1)).view(POWERS_OF_TWO)

@@ -17,7 +17,7 @@ _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of w
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _ROWS_COMPARED = 4096
 _SHARING_BYTES = 2  # bits of values of which a scale and an offset share a byte
-_NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16 if they are numbers, and steps in any case
+_NATIVE_SCALE_BYTES = 2  # native code has scales and offsets in float16 if no byte holds them, and steps in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class GroupFormat:
         num_values = num_elements * self.bits_in_memory(is_on_gpu=is_on_gpu) // 8
         num_scales = num_elements // self.group_size * (1 + self.has_offsets)
         if is_on_gpu:
-            return num_values + num_scales * self.scale_bytes
+            return num_values + num_scales * max(self.scale_bytes, torch.bfloat16.itemsize)  # which E8M0 becomes
         if not self.scales_per_step:
-            return num_values + num_scales * _NATIVE_SCALE_BYTES
+            return num_values + num_scales * min(self.scale_bytes, _NATIVE_SCALE_BYTES)
         num_counts = num_scales // 2 if self.num_bits == _SHARING_BYTES else num_scales
         return num_values + num_counts + num_scales // self.scales_per_step * _NATIVE_SCALE_BYTES
 

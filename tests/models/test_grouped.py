@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chairlift.models import mxfp4
+from chairlift.models.cpu.packing import pack_grouped
 from chairlift.models.grouped import GroupedWeight, quantize, stack_rows
+from chairlift.models.layers import pad_rows
 
 FOUR_BITS = GroupedWeight(
     4,
@@ -16,6 +19,14 @@ FOUR_BITS = GroupedWeight(
 )
 EIGHT_BITS = GroupedWeight(
     8, torch.tensor([[-128, 127, 3, 0]], dtype=torch.int8), torch.tensor([[1.0, 0.25]], dtype=torch.bfloat16)
+)
+
+
+IN_POWERS_OF_TWO = GroupedWeight(
+    4,
+    torch.arange(96, dtype=torch.uint8).view(3, 32),
+    mxfp4.scales_of(torch.tensor([[0, 1], [128, 140], [120, 255]], dtype=torch.uint8)),
+    table=mxfp4.TABLE,
 )
 
 
@@ -29,6 +40,19 @@ def lost(weight: torch.Tensor, rounded: torch.Tensor) -> float:
 
 
 # What they stand for
+
+
+def test_scales_that_are_powers_of_two_may_be_stacked_padded_and_compacted() -> None:
+    expected = IN_POWERS_OF_TWO.dequantize()
+    others = replace(IN_POWERS_OF_TWO, scales=IN_POWERS_OF_TWO.scales.float())
+    assert torch.equal(stack_rows([IN_POWERS_OF_TWO, others]).dequantize(), torch.cat([expected, expected]))
+    padded = IN_POWERS_OF_TWO.map_rows(lambda rows: pad_rows(rows, 16)).dequantize()
+    assert torch.equal(padded[:3], expected)
+    assert not padded[3:].any()
+    assert torch.equal(IN_POWERS_OF_TWO.compacted().dequantize(), expected)
+    packed = pack_grouped(IN_POWERS_OF_TWO).scales
+    assert packed is not None
+    assert packed[0, :, :4].tolist() == [[0, 127, 119, 0], [0, 139, 254, 0]]
 
 
 def test_an_element_is_its_scale_times_its_value_plus_its_offset() -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from chairlift.models.blocks import head_order
 from chairlift.models.cpu.loading import Change, write_panels
-from chairlift.models.grouped import GROUP_ALIGNMENT, GroupedWeight
+from chairlift.models.grouped import GROUP_ALIGNMENT, POWERS_OF_TWO, GroupedWeight
 from chairlift.models.layers import pad_rows
 from chairlift.models.rope import rope_tables
 from chairlift.models.rotary import RopeConfig
@@ -45,7 +45,8 @@ class PackedMatrix:
     bias: torch.Tensor | None  # float32 [padded out]
     num_bits: int
     group_size: int = 0
-    scales: torch.Tensor | None = None  # float16 or bytes [padded out / 16, depth / group_size, 16], in units or steps
+    scales: torch.Tensor | None = None  # float16 or bytes [padded out / 16, depth / group_size, 16], in units or steps,
+    # or exponents of powers of two
     offsets: torch.Tensor | None = None  # likewise
     steps: torch.Tensor | None = None  # float16 [padded out / 16, runs, 16], or 2 runs: of scales, then of offsets
     scales_per_step: int = 0
@@ -77,6 +78,8 @@ def pack_grouped(
     if weight.table is not None and weight.offsets is not None:
         weight = weight.widened()
     weight = weight.without_steps()
+    if weight.scales.dtype is POWERS_OF_TWO and weight.offsets is None and weight.table is not None:
+        return _pack_powers_of_two(weight, bias)
     scales = weight.scales.float()
     offsets = None if weight.offsets is None else weight.offsets.float()
     if weight.num_bits == 4 and weight.table is None:
@@ -97,7 +100,7 @@ def pack_grouped(
         _by_panel(_in_units(scales, units, dtype)),
         None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
         units=pad_rows(units, LANES),
-        table=None if weight.table is None else weight.table.view(torch.uint8) ^ 128,
+        table=_table_of(weight),
     )
 
 
@@ -108,6 +111,20 @@ def _values_of(
     sizes = weight.num_bits, weight.group_size
     change = _CHANGES.get(weight.num_bits, Change.NONE)
     return _panels(weight.values, change), weight.num_outputs, weight.num_inputs, _bias(bias), *sizes
+
+
+def _pack_powers_of_two(weight: GroupedWeight, bias: torch.Tensor | None) -> PackedMatrix:
+    """Packs a matrix whose scales are E8M0 as it is."""
+    return PackedMatrix(
+        *_values_of(weight, bias),
+        _by_panel(weight.scales.view(torch.uint8)),
+        units=pad_rows(torch.ones(weight.num_outputs), LANES),
+        table=_table_of(weight),
+    )
+
+
+def _table_of(weight: GroupedWeight) -> torch.Tensor | None:
+    return None if weight.table is None else weight.table.view(torch.uint8) ^ 128
 
 
 def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:

@@ -118,7 +118,9 @@ class NativeWeights:
         if parts is not None:
             self.has_groups = True
             bias = None if linear.bias is None else _arrange_each(arrange, num_parts, linear.bias.float())
-            return self._place(pack_parts(parts, arrange, bias))
+            placed = self._place(pack_parts(parts, arrange, bias))
+            _give_back_memory()  # of the parts, which are many and small
+            return placed
         if num_parts > 1:
             arrange = partial(_arrange_each, arrange, num_parts)
         return self._matrix(

@@ -16,7 +16,7 @@ from chairlift.models import mxfp4, planes
 from chairlift.models.file_bytes import FileBytes
 from chairlift.models.gguf.header import TensorInfo
 from chairlift.models.gguf.kinds import Kind
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import POWERS_OF_TWO, GroupedWeight
 from chairlift.models.side_by_side import compute_each, elements_of_part
 from chairlift.models.stored import GroupFormat
 
@@ -276,6 +276,6 @@ _BLOCKS = {
     Kind.Q3_K: _Blocks(_decode_q3_k, 3, has_steps=True, group_size=16),
     Kind.IQ4_NL: _Blocks(_decode_iq4_nl, 4, table=_IQ4_TABLE),
     Kind.IQ4_XS: _Blocks(_decode_iq4_xs, 4, torch.float32, table=_IQ4_TABLE),
-    Kind.MXFP4: _Blocks(_decode_mxfp4, 4, torch.float32, table=mxfp4.TABLE),
+    Kind.MXFP4: _Blocks(_decode_mxfp4, 4, POWERS_OF_TWO, table=mxfp4.TABLE),
 }
 READABLE = (*PLAIN, *_BLOCKS)

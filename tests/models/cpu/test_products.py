@@ -66,6 +66,8 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
     offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
     if num_bits == 8:
         return GroupedWeight(8, values.view(torch.int8), scales, offsets)
+    if name == "MXFP4":
+        scales = mxfp4.scales_of(torch.randint(120, 133, shape, generator=generator, dtype=torch.uint8))
     if name in TABLES:
         return GroupedWeight(4, values, scales, table=TABLES[name])
     return GroupedWeight(4, values, scales, -8 * scales if offsets is None else offsets)

@@ -31,7 +31,7 @@
 //
 // Scales and offsets are multiples of their column's unit: float16 or unsigned bytes. As a byte a scale is the byte,
 // and an offset -240 times the byte. (With scales up to 255 units, weights on both sides of 0 need offsets from 0 down
-// to -15 * 16 times as much.)
+// to -15 * 16 times as much.) Without offsets a byte is a power of two, as its exponent plus 127; of 0 it is 0.
 //
 // With steps both are bytes: multiples of a step that neighbours along the depth share, which is float16 and itself in
 // units. Without offsets the bytes are signed. Steps are [depth / group_size / scales_per_step][2][16] for a panel:

@@ -12,9 +12,11 @@ template <class T> INLINE f32x16 load_ahead(const void* from, int64_t place, int
     return load16(scales);
 }
 
-INLINE f32x16 load_scales(const Matrix& matrix, int64_t place, int64_t ahead) {
-    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.scales, place, ahead)
-                                   : load_ahead<uint8_t>(matrix.scales, place, ahead);
+// Bytes are multiples of units where there are offsets, and else powers of 2.
+template <bool HAS_OFFSETS> INLINE f32x16 load_scales(const Matrix& matrix, int64_t place, int64_t ahead) {
+    if (matrix.scale_bits == 16) return load_ahead<half>(matrix.scales, place, ahead);
+    if (HAS_OFFSETS) return load_ahead<uint8_t>(matrix.scales, place, ahead);
+    return load_ahead<power_of_2>(matrix.scales, place, ahead);
 }
 
 INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead) {
@@ -69,7 +71,7 @@ template <class Format, bool HAS_OFFSETS, int PANELS> class ScaleReader {
     INLINE void load_numbers(Read& to) {
         for (int p = 0; p < PANELS; p++) {
             const int64_t at = place + p * panel_scales;
-            to.scales[p][0] = load_scales(matrix, at, ahead);
+            to.scales[p][0] = load_scales<HAS_OFFSETS>(matrix, at, ahead);
             if (HAS_OFFSETS) to.offsets[p][0] = load_offsets(matrix, at, ahead);
         }
     }

@@ -137,13 +137,8 @@ struct MXFP4 {
     static constexpr int NUMBER = 39, NUM_BYTES = 17, NUM_BITS = 4, NUM_GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* values, int64_t place, const Unpacked& to) {
         pair_halves(block + 1, 16, values);
-        static_cast<float*>(to.scales)[place] = power_of_two(block[0]);
-    }
-
-  private:
-    // 2^(exponent - 128): half of what the format means, as the table holds twice the numbers.
-    static float power_of_two(uint32_t exponent) {
-        return bit_cast<float>(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
+        // Half of what the format means, as the table holds twice the numbers.
+        static_cast<uint8_t*>(to.scales)[place] = uint8_t(block[0] - (block[0] > 0));
     }
 };
 

@@ -11,6 +11,10 @@ struct half {  // IEEE's float16
     uint16_t bits;
 };
 
+struct power_of_2 {  // E8M0: a float's exponent alone, but that 0 is 0
+    uint8_t exponent;
+};
+
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
@@ -51,6 +55,14 @@ INLINE f32x16 load16(const uint8_t* p) {
     return {{four(vget_low_u16(low)), four(vget_high_u16(low))}, {four(vget_low_u16(high)), four(vget_high_u16(high))}};
 #else
     return convert<f32x16>(load<u8x16>(p));
+#endif
+}
+
+INLINE f32x16 load16(const power_of_2* p) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load<__m128i>(p)), 23));
+#else
+    return bit_cast<f32x16>(convert<i32x16>(load16(&p->exponent)) << 23);
 #endif
 }
 

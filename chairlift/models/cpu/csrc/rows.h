@@ -157,18 +157,19 @@ template <> struct Rows<Group> {
 
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
-                     Prefetch) const {
+                     Prefetch prefetch) const {
         each_format(matrix, panel, panels, c, [&](const Matrix& part, int64_t first, int size, float* to) {
-            multiply_groups_by(part, row, rows, first, size, to, ldc);
+            const int64_t ahead = size == panels ? prefetch.panels_ahead : 0;
+            multiply_groups_by(part, row, rows, first, size, to, ldc, ahead);
         });
     }
 
   private:
     void multiply_groups_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c,
-                            int64_t ldc) const {
+                            int64_t ldc, int64_t panels_ahead) const {
         const int64_t place = place_of(row, 0), first = matrix.first_residual / LANES;
         const GroupedRows a{groups + place, residuals + place, has_residual + place, block_rows};
-        multiply(a, rows, matrix, panel, panels, c, ldc);
+        multiply(a, rows, matrix, panel, panels, c, ldc, panels_ahead);
         if (!matrix.residual_panels || panel < first) return;
         const int width = panels * LANES;
         alignas(64) float more[ROWS_AT_ONCE * MOST_HEAD_DIM];

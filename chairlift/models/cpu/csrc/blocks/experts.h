@@ -91,12 +91,22 @@ template <class T, class W> struct Experts {
         return run.count == 1 ? all.at(routing.entries[run.first].token) : of_parts.block(part.first, part.count);
     }
 
+    // What to prefetch while panels are multiplied by a run's entries from `start` on: those that are multiplied next.
+    static Prefetch expected(int64_t next, int64_t panel, int64_t start) {
+        Prefetch prefetch;
+        prefetch.is_first = start == 0;
+        prefetch.panels_ahead = next - panel;
+        return prefetch;
+    }
+
     void multiply(const Matrix& matrix, const Run& run, const Part& part, int64_t panel, int panels, float* c,
-                  int stride) const {
+                  int stride, const Prefetch& prefetch) const {
         if (Rows<W>::IS_QUANTIZED && is_plain<W>(matrix))
-            rows_of(run, part, stream.plain, plain).multiply_by(matrix, 0, part.count, panel, panels, c, stride, {});
+            rows_of(run, part, stream.plain, plain)
+                .multiply_by(matrix, 0, part.count, panel, panels, c, stride, prefetch);
         else
-            rows_of(run, part, stream.normed, rounded).multiply_by(matrix, 0, part.count, panel, panels, c, stride, {});
+            rows_of(run, part, stream.normed, rounded)
+                .multiply_by(matrix, 0, part.count, panel, panels, c, stride, prefetch);
     }
 
     // Copies the rows of runs with several tokens.
@@ -119,15 +129,21 @@ template <class T, class W> struct Experts {
         const InnerRows<T, W> inner = inner_of(block);
         const int64_t panels = width_of(block) / LANES, units = (panels + UNIT_PANELS - 1) / UNIT_PANELS;
         constexpr int STRIDE = UNIT_PANELS * LANES;
-        team.share(*routing.num_runs * units, [&](int64_t task) {
+        const int64_t num_tasks = *routing.num_runs * units;
+        const auto panel_of = [&](int64_t task) {
+            return routing.runs[task / units].expert * panels + task % units * UNIT_PANELS;
+        };
+        team.share(num_tasks, [&](int64_t task) {
             alignas(64) float gates[ROWS_AT_ONCE * STRIDE], ups[ROWS_AT_ONCE * STRIDE];
             const Run& run = routing.runs[task / units];
-            const int64_t panel = task % units * UNIT_PANELS, first_panel = run.expert * panels + panel;
+            const int64_t panel = task % units * UNIT_PANELS, first_panel = panel_of(task);
+            const int64_t next = panel_of(task + 1 < num_tasks ? task + 1 : task);
             const int width = UNIT_PANELS < panels - panel ? UNIT_PANELS : int(panels - panel);
             for (int64_t start = 0; start < run.count; start += ROWS_AT_ONCE) {
                 const Part part = part_of(run, start);
-                multiply(block.gate, run, part, first_panel, width, gates, STRIDE);
-                multiply(block.up, run, part, first_panel, width, ups, STRIDE);
+                const Prefetch prefetch = expected(next, first_panel, start);
+                multiply(block.gate, run, part, first_panel, width, gates, STRIDE, prefetch);
+                multiply(block.up, run, part, first_panel, width, ups, STRIDE, prefetch);
                 for (int r = 0; r < part.count; r++) {
                     T* to = inner.written.values + (part.first + r) * inner.written.stride + panel * LANES;
                     for (int k = 0; k < width * LANES; k += LANES) {
@@ -184,9 +200,12 @@ template <class T, class W> struct Experts {
             for (int32_t i = 0; i < *routing.num_runs; i++) {
                 const Run& run = routing.runs[i];
                 const int64_t first_panel = run.expert * panels + panel;
+                const bool is_last = i + 1 == *routing.num_runs;  // then the next unit begins, with the first expert
+                const int64_t next = routing.runs[is_last ? 0 : i + 1].expert * panels + panel + is_last * unit_panels;
                 for (int64_t start = 0; start < run.count; start += ROWS_AT_ONCE) {
                     const Part part = part_of(run, start);
-                    multiply_inner(block.down, inner, part, first_panel, width, c, STRIDE);
+                    multiply_inner(block.down, inner, part, first_panel, width, c, STRIDE,
+                                   expected(next, first_panel, start));
                     add_part(block, part, first_panel * LANES, width * LANES, c, target.scale, to);
                 }
             }
@@ -195,12 +214,13 @@ template <class T, class W> struct Experts {
     }
 
     static void multiply_inner(const Matrix& matrix, const InnerRows<T, W>& inner, const Part& part, int64_t panel,
-                               int panels, float* c, int stride) {
+                               int panels, float* c, int stride, const Prefetch& prefetch) {
         if (Rows<W>::IS_QUANTIZED && is_plain<W>(matrix))
-            inner.written.block(part.first, part.count).multiply_by(matrix, 0, part.count, panel, panels, c, stride, {});
+            inner.written.block(part.first, part.count)
+                .multiply_by(matrix, 0, part.count, panel, panels, c, stride, prefetch);
         else
             inner.multiplied.block(part.first, part.count)
-                .multiply_by(matrix, 0, part.count, panel, panels, c, stride, {});
+                .multiply_by(matrix, 0, part.count, panel, panels, c, stride, prefetch);
     }
 
     void add_part(const ExpertsBlock& block, const Part& part, int64_t column, int width, const float* c, float scale,

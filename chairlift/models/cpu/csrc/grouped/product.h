@@ -37,15 +37,15 @@ INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t res
     }
 }
 
-// C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
+// C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on. `ahead`: the distance to the panels that are prefetched.
 template <class Format, bool HAS_OFFSETS, int PANELS>
-static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c,
-                            int64_t ldc) {
+static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int64_t ahead,
+                            float* c, int64_t ldc) {
     constexpr int64_t GROUP_BYTES = GROUP * LANES * Format::STORED_BITS / 8;
     constexpr int SCALES = Format::SCALES;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
     const char* b = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
-    ScaleReader<Format, HAS_OFFSETS, PANELS> reader(matrix, panel, 0, PANELS);
+    ScaleReader<Format, HAS_OFFSETS, PANELS> reader(matrix, panel, 0, ahead);
     GroupScales<PANELS, SCALES> all;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, f32x16{});
@@ -58,7 +58,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
         u32x16 all_words[PANELS][GROUP_WORDS];
         reader.next(all);
         for (int p = 0; p < PANELS; p++)
-            load_words<Format>(b + p * panel_bytes, PANELS * panel_bytes, matrix.table, all_words[p]);
+            load_words<Format>(b + p * panel_bytes, ahead * panel_bytes, matrix.table, all_words[p]);
         // One register of columns at a time: then the group's words stay in registers from row to row.
 #pragma GCC unroll 4
         for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
@@ -77,21 +77,24 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
 }
 
 template <class Format, bool HAS_OFFSETS>
-static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
-                            int64_t ldc) {
+static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels,
+                            int64_t panels_ahead, float* c, int64_t ldc) {
     int p = 0;
+    const auto ahead = [&](int width) { return p + width < panels ? width : panels_ahead - p; };
     for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
-        multiply_groups<Format, HAS_OFFSETS, PANELS_AT_ONCE>(a, rows, matrix, panel + p, c + p * LANES, ldc);
-    if (p < panels) multiply_groups<Format, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
+        multiply_groups<Format, HAS_OFFSETS, PANELS_AT_ONCE>(a, rows, matrix, panel + p, ahead(PANELS_AT_ONCE),
+                                                             c + p * LANES, ldc);
+    if (p < panels)
+        multiply_groups<Format, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, ahead(1), c + p * LANES, ldc);
 }
 
-// Multiplies by `panels` panels, and then by the units.
+// Multiplies by `panels` panels, and then by the units. `panels_ahead`: see `Prefetch`.
 static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
-                     int64_t ldc) {
+                     int64_t ldc, int64_t panels_ahead = 0) {
     const auto format = with_format(matrix, [](auto format, auto has_offsets) {
         return multiply_format<decltype(format), decltype(has_offsets)::value>;
     });
-    format(a, rows, matrix, panel, panels, c, ldc);
+    format(a, rows, matrix, panel, panels, panels_ahead ? panels_ahead : panels, c, ldc);
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < panels * LANES; k += LANES)
             store16(c + r * ldc + k, load16(c + r * ldc + k) * load16(matrix.units + panel * LANES + k));

@@ -13,4 +13,5 @@ struct Prefetch {
     const char* next = nullptr;  // lines of what will be multiplied afterwards
     int lines_per_step = 0;      // of tiles
     int64_t bytes = 0;           // of vectors, in all
+    int64_t panels_ahead = 0;    // of weights in groups: to the panels that are multiplied next; 0: they follow
 };

@@ -7,7 +7,7 @@
 
 A peer is KIND[=PATH][,key=value...]: PATH is its Python (llama.cpp: its llama-server), the rest are options of its
 worker in benchmarks/peers/workers, and `as=NAME` lets one kind take part twice, ourselves as well
-(`chairlift,as=int8,quantization=int8`). CONTRIBUTING says how to make their environments. Workloads are
+(`chairlift,as=int8,quantization=int8`). docs/comparing.md says how to make their environments. Workloads are
 REQUESTSxPROMPT+OUTPUT tokens, all requests sent at once, decoded greedily past any end of text; the clock runs over
 prefill and decode, and a workload of one output token counts prompt tokens. Prompts are random, the same for all
 engines, new in each round. All others are stopped meanwhile. An engine that gives too few tokens has failed.

@@ -69,6 +69,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.015625,
         "logits_scaling": 8.0,
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 3584,
+        "linear_num_value_heads": 16,
+        "vocab_size": 320,  # so that the layers count, as in random_recurrent.py
+    },
 }
 """Fields of a config.json, of a Llama with tied embeddings unless they say otherwise. 1b is Llama 3.2's shape."""
 

@@ -218,7 +218,9 @@ class GroupedWeight:
         return replace(self, num_bits=8, values=products.flatten(1).to(torch.int8), scales=scales, scale_steps=None)
 
     def _in_bytes(self) -> Self:
-        return replace(self.without_steps(), num_bits=8, values=self._integers().to(torch.int8), table=None)
+        plain = self.without_steps()
+        values, scales = self._integers().to(torch.int8), _without_powers(plain.scales)
+        return replace(plain, num_bits=8, values=values, scales=scales, table=None)
 
     def _integers(self) -> torch.Tensor:
         """float32 `[out, in]`"""

@@ -40,8 +40,9 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
     """bfloat16 `[padded out, in]`, without the units: 256 scales times 1 + byte / 256, plus what corrects for that."""
     assert matrix.scales is not None
     scales, offsets = matrix.scales.float(), torch.zeros(1) if matrix.offsets is None else matrix.offsets.float()
+    if matrix.scales.dtype is torch.uint8 and matrix.offsets is None and matrix.steps is None:
+        scales = (matrix.scales.int() << 23).view(torch.float32)  # powers of two
     if matrix.num_bits == 2:
-        assert matrix.scales is not None
         scales, offsets = (matrix.scales & 15).float(), (matrix.scales >> 4).float()
     if matrix.steps is not None:
         steps = matrix.steps.float().repeat_interleave(matrix.scales_per_step, dim=1)

@@ -103,7 +103,7 @@ def read_glm4_moe(config: Any) -> list[Layer]:
     )
     blocks: tuple[Block, ...] = (_experts(config, router, config.moe_intermediate_size),)
     if config.n_shared_experts:
-        size = config.n_shared_experts * config.moe_intermediate_size
+        size = _size(config, "n_shared_experts") * config.moe_intermediate_size
         blocks += (SharedMLPBlock(intermediate_size=size, activation=read_activation(config)),)
     return _after_dense(config, config.first_k_dense_replace, blocks)
 
@@ -153,8 +153,13 @@ def read_gemma4_experts(config: Any) -> ParallelExpertsBlock | None:
 def _router(config: Any, *, is_normalised: bool, num_chosen: int | None = None, **fields: Any) -> Router:
     num_experts: int = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
     num_chosen = config.num_experts_per_tok if num_chosen is None else num_chosen
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise CheckpointError(f"it has {shown(num_experts)} experts, which must be 1 to {MAX_EXPERTS}")
+    if type(num_experts) is not int or not 1 <= num_experts <= MAX_EXPERTS:
+        raise CheckpointError(
+            f"it has {shown(num_experts)} experts, which must be a whole number from 1 to {MAX_EXPERTS}"
+        )
+    for count in (num_chosen, fields.get("num_groups", 1), fields.get("num_chosen_groups", 1)):
+        if type(count) is not int:  # another name of a field may hold anything
+            raise CheckpointError(f"experts are chosen in whole numbers, not {shown(count)}")
     try:
         return Router(num_experts=num_experts, num_chosen=num_chosen, is_normalised=is_normalised, **fields)
     except ValueError as error:
@@ -162,8 +167,8 @@ def _router(config: Any, *, is_normalised: bool, num_chosen: int | None = None, 
 
 
 def _experts(config: Any, router: Router, intermediate_size: int) -> ExpertsBlock:
-    if intermediate_size < 1:
-        raise CheckpointError(f"its experts must have at least 1 inner feature, not {intermediate_size}")
+    if type(intermediate_size) is not int or intermediate_size < 1:
+        raise CheckpointError(f"its experts must have at least 1 inner feature, not {shown(intermediate_size)}")
     return ExpertsBlock(router=router, intermediate_size=intermediate_size, activation=read_activation(config))
 
 

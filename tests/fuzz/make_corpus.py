@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
+from chairlift.models.grouped import FLOAT8
 from tests.fuzz.cases import CORPUS, SHARED, TOKENIZER_FILES
 from tests.models.compressed_support import (
     Tensors,
@@ -112,6 +113,7 @@ def main() -> None:
     for name in ("gptq", "awq", "compressed"):
         _write_compressed(CORPUS / name, name)
     _write_float8(CORPUS / "float8")
+    _write_stacked_float8(CORPUS / "stacked-float8")
     _write_sharded(CORPUS / "sharded")
     mixture: dict[str, Any] = {"num_local_experts": 2, "intermediate_size": 8, "tie_word_embeddings": True}
     _write_plainly(CORPUS / "adapted", model_type="phimoe", pad_token_id=0, hidden_size=16, **mixture)
@@ -195,6 +197,20 @@ def _write_float8(directory: Path) -> None:
             tensors |= made
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_config(directory, read_config(directory), quantization_config=fine_grained((16, 16)))
+
+
+def _write_stacked_float8(directory: Path) -> None:
+    """A mixture whose experts are stacks, and so are their scales."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    model = _write_plainly(directory, model_type="qwen3_moe", hidden_size=16, tie_word_embeddings=True, **experts)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if ".experts." in name]:
+        num_experts, num_outputs, num_inputs = tensors[name].shape
+        tensors[name] = tensors[name].to(FLOAT8)
+        tensors[f"{name}_scale_inv"] = torch.rand(num_experts, num_outputs // 8, num_inputs // 8, generator=generator)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_config(directory, read_config(directory), quantization_config=fine_grained((8, 8)))
 
 
 def _write_gguf(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -53,16 +54,28 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 def _over_slots(attend: Attend) -> Attention:
-    """The backend was built for the scale, the window and the cap."""
+    """The backend was built for the scale, the window and the cap.
+
+    A slot keeps keys and values of one size. Zeros fill up the shorter ones: they change no score, and what they
+    attend to is cut off.
+    """
 
     def attention(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, None]:
-        """`[1, H, T, D]` each -> `[1, T, Hq, D]`"""
-        query, key, value = (x[0].to(value.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
-        return attend(module.layer_idx, Projections(query, key, value)).unsqueeze(0), None  # type: ignore[arg-type]
+        """`[1, H, T, D]` each, values perhaps `[1, H, T, V]` -> `[1, T, Hq, D]`, or V elements of each head."""
+        head_dim, num_elements = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+        query, key, value = (_fill_up(x[0].to(value.dtype).transpose(0, 1), head_dim) for x in (query, key, value))
+        attended = attend(module.layer_idx, Projections(query, key, value))  # type: ignore[arg-type]
+        return attended[..., :num_elements].unsqueeze(0), None
 
     return attention
+
+
+def _fill_up(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """`[T, H, D]` -> contiguous `[T, H, size]`, with zeros behind each head."""
+    missing = size - heads.shape[-1]
+    return (pad(heads, (0, missing)) if missing else heads).contiguous()
 
 
 @dataclass

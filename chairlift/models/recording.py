@@ -63,18 +63,18 @@ class _Recorder:
             raise CheckpointError("its attention is not causal, or has a mask of its own, which is not supported")
         if unknown := [name for name, given in others.items() if given is not None and name not in _TAKEN_FOR_GRANTED]:
             raise CheckpointError(f"its attention takes {unknown[0]}, which is not supported")
-        if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
-            raise CheckpointError("its queries, keys and values differ in size, which the cache does not support")
+        if value.shape[:-1] != key.shape[:-1] or key.shape[-1] != query.shape[-1]:
+            raise CheckpointError("its keys differ from its queries in size, or from its values in number")
         heads = {
             "num_heads": query.shape[1],
             "num_kv_heads": key.shape[1],
-            "head_dim": query.shape[-1],
+            "head_dim": max(query.shape[-1], value.shape[-1]),
             "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
             "softcap": softcap,
         }
         layer_idx: Any = module.layer_idx
         self.calls.append(_AttentionCall(layer_idx, read_window(sliding_window), heads))
-        return query.transpose(1, 2).contiguous(), None
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
 
 
 def describe_decoder(

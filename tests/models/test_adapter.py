@@ -58,7 +58,6 @@ UNSUPPORTED = "'s layers of type {} are not supported"
         ),
         ("T5ForConditionalGeneration", {"model_type": "t5"}, "only decoders of text are"),
         ("LlavaForConditionalGeneration", {"model_type": "llava"}, "only decoders of text are"),
-        ("DeepseekV3", {"model_type": "deepseek_v3"}, "queries, keys and values differ in size"),
         *((name, {}, "attend through transformers' interface") for name in ("Falcon", "GPTJ", "Rwkv")),
         ("CodeGen", {"rotary_dim": 8, "n_embd": 64, "n_head": 4}, "attend through transformers' interface"),
         ("Falcon", {"alibi": True}, "adds a bias for each distance (alibi)"),

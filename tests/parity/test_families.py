@@ -83,7 +83,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 ADAPTED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "deepseek_v3, yarn": {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "minicpm3, long values": {**LATENT, "v_head_dim": 40},
     "cohere": {"logit_scale": 0.25, "pad_token_id": 0},
     "gpt_neox": {"rotary_pct": 0.5},
     "starcoder2": {"sliding_window": WINDOW},

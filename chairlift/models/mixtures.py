@@ -19,6 +19,7 @@ from chairlift.models.claims import MAX_EXPERTS
 from chairlift.models.config import Layer
 from chairlift.models.fields import has_fused_mlps, read_activation
 
+_SCORINGS = {Scoring.SOFTMAX: ("softmax",), Scoring.SIGMOID: ("sigmoid", "noaux_tc")}  # as `scoring_func` names them
 _LFM2_EPS = 1e-6  # these two are written in the models' code
 _GLM_EPS = 1e-20
 
@@ -150,7 +151,14 @@ def read_gemma4_experts(config: Any) -> ParallelExpertsBlock | None:
     )
 
 
-def _router(config: Any, *, is_normalised: bool, num_chosen: int | None = None, **fields: Any) -> Router:
+def _router(
+    config: Any,
+    *,
+    is_normalised: bool,
+    num_chosen: int | None = None,
+    scoring: Scoring = Scoring.SOFTMAX,
+    **fields: Any,
+) -> Router:
     num_experts: int = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
     num_chosen = config.num_experts_per_tok if num_chosen is None else num_chosen
     if type(num_experts) is not int or not 1 <= num_experts <= MAX_EXPERTS:
@@ -160,8 +168,12 @@ def _router(config: Any, *, is_normalised: bool, num_chosen: int | None = None, 
     for count in (num_chosen, fields.get("num_groups", 1), fields.get("num_chosen_groups", 1)):
         if type(count) is not int:  # another name of a field may hold anything
             raise CheckpointError(f"experts are chosen in whole numbers, not {shown(count)}")
+    stated = getattr(config, "scoring_func", None)  # most configs leave it to the architecture
+    if stated is not None and stated not in _SCORINGS[scoring]:
+        raise CheckpointError(f"scoring_func {shown(stated)} is not supported in this architecture, only {scoring}")
+    fields |= {"num_experts": num_experts, "num_chosen": num_chosen, "scoring": scoring}
     try:
-        return Router(num_experts=num_experts, num_chosen=num_chosen, is_normalised=is_normalised, **fields)
+        return Router(is_normalised=is_normalised, **fields)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 

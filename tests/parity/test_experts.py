@@ -307,6 +307,8 @@ def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
         ("qwen3_moe", {"moe_intermediate_size": 0}, "its experts must have at least 1 inner feature, not 0"),
         ("qwen3_moe", {"moe_intermediate_size": 41}, r"gate_proj.weight has shape [40, 64]; the model needs [41, 64]"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, not 0"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported in this architecture"),
+        ("glm4_moe", {"scoring_func": ["sigmoid"]}, "scoring_func ['sigmoid'] is not supported in this architecture"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         ("granitemoe", {"num_local_experts": 5}, "no place for: model.layers.0.block_sparse_moe.5.down_proj.weight"),
         ("lfm2_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive number, not 0.0"),

@@ -69,6 +69,17 @@ def test_what_came_from_disk_is_marked_while_a_slot_works_and_while_it_is_warm(p
     assert page.text("#slot-detail").endswith("; 192 of its first tokens were filled in from disk.")
 
 
+def test_recurrent_states_along_a_slots_tokens_are_told(page: Page, site: FakeSite) -> None:
+    site.batch.add(num_prompt_tokens=300, num_output_tokens=20).num_states = 2
+    site.do(lambda: site.batch.run(11))
+    page.wait_for_text("#slots li:first-child", "300 + 11")
+    page.run("document.querySelector('#slots li').focus()")
+    assert page.text("#slot-detail").endswith("; 2 recurrent states kept along them.")
+    site.do(lambda: site.batch.run(9))
+    page.wait_for_text("#slots li:first-child", "319 warm")
+    assert page.text("#slot-detail").endswith("begins with them; 2 recurrent states kept along them.")
+
+
 def test_who_waits_is_listed_in_order_and_counted_beyond_the_first_twenty(page: Page, site: FakeSite) -> None:
     assert page.text("#queue-words") == "nobody"
     site.do(lambda: [site.batch.add(100 + index, 50) for index in range(30)])

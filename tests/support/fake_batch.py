@@ -21,7 +21,7 @@ from chairlift.engine.journal import (
 class FakeRequest:
     """A prompt of that length, of which `num_reused` tokens need not be computed, and the tokens it wants.
 
-    `num_restored` of its first tokens came from disk.
+    `num_restored` of its first tokens came from disk; `num_states` recurrent states are kept along its tokens.
 
     Each step brings it one token, and `num_guessed` more.
     """
@@ -36,6 +36,7 @@ class FakeRequest:
     num_generated: int = 0
     num_accepted: int = 0
     num_restored: int = 0
+    num_states: int = 0
 
     @property
     def is_prefilling(self) -> bool:
@@ -51,6 +52,7 @@ class FakeRequest:
             num_tokens=self.num_prompt_tokens + self.num_generated,
             num_accepted=self.num_accepted,
             num_restored=self.num_restored,
+            num_states=self.num_states,
         )
 
 
@@ -136,7 +138,12 @@ class FakeBatch:
             return self.running[index].slot()
         if index in self._warm:
             last = self._warm[index]
-            return SlotSnapshot(state=SlotState.WARM, num_computed=last.num_computed, num_restored=last.num_restored)
+            return SlotSnapshot(
+                state=SlotState.WARM,
+                num_computed=last.num_computed,
+                num_restored=last.num_restored,
+                num_states=last.num_states,
+            )
         return SlotSnapshot()
 
     def _admit(self) -> None:

@@ -71,6 +71,18 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 1, 1]}, "num_hidden_layers": 4, **DELTA_NET},
         {**QWEN, "patch_size": 14},
     ),
+    "Qwen3_5Moe": (
+        {
+            "rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 1, 1]},
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            **DELTA_NET,
+        },
+        {**QWEN, "patch_size": 14},
+    ),
 }
 
 

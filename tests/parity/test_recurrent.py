@@ -68,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 2,
         "linear_conv_kernel_dim": 3,
     },
+    "qwen3_next, dense": {"num_hidden_layers": 4, "head_dim": 32, "mlp_only_layers": [0, 1, 2, 3], **DELTA_NET},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": True},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
@@ -135,6 +136,11 @@ NATIVE: dict[str, dict[str, Any]] = {
         **FAMILIES["qwen3_5_text, as many heads"],
         "head_dim": 64,
         "linear_value_head_dim": 128,
+    },
+    "qwen3_next, dense": {
+        **FAMILIES["qwen3_next, dense"],
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 80,
     },
     "lfm2": {**FAMILIES["lfm2"], "hidden_size": 128},
     "nemotron_h": {

@@ -16,9 +16,9 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null: there is none
 _SCALES = (
-    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar"),
     *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
 )
@@ -49,10 +49,11 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 
 def check_scales(config: Any) -> None:
     """CheckpointError for a factor, or one of a list, that is no positive number."""
-    for name in _SCALES:
-        given = getattr(config, name, None)
+    for name in (*_SCALES, *_CAPS):
+        given = getattr(config, name, 1.0)
         for scale in given if isinstance(given, list | tuple) else (given,):
-            if scale is not None and not (type(scale) in (int, float) and 0 < scale < _LARGEST_SCALE):
+            is_none = scale is None and name in _CAPS
+            if not is_none and not (type(scale) in (int, float) and 0 < scale < _LARGEST_SCALE):
                 raise CheckpointError(f"{name} must be a positive number, not {shown(scale)}")
 
 

@@ -330,6 +330,8 @@ LAYERS = ["linear_attention", "full_attention", "linear_attention"]
         ("nemotron_h", {"mlp_hidden_act": "gelu"}, "activation 'gelu' is not supported without a gate, only relu2"),
         ("granitemoehybrid", {"num_local_experts": 4}, r"lacks model.layers.0.block_sparse_moe.0.down_proj.weight"),
         ("granitemoehybrid", {"mamba_d_state": 8}, r"in_proj.weight has shape \[288, 64\]; .* \[280, 64\]"),
+        ("granitemoehybrid", {"residual_multiplier": None}, "residual_multiplier must be a positive number, not None"),
+        ("falcon_h1", {"ssm_in_multiplier": None}, "ssm_in_multiplier must be a positive number, not None"),
         ("falcon_h1", {"time_step_limit": [0.3, 0.1]}, "time_step_limit must be two rising numbers from 0 on"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
         ("lfm2", {"layer_types": ["conv", "sliding_attention", "full_attention"]}, "layer.*sliding_attention"),

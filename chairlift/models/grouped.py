@@ -8,7 +8,16 @@ import torch
 from torch.nn.functional import pad
 
 from chairlift.models import planes
-from chairlift.models.group_rounding import GROUP_SIZE, inverse, round_to_4_bits, round_to_8_bits, shares_in_groups
+from chairlift.models.group_rounding import (
+    GROUP_SIZE,
+    HALF_GROUP_SIZE,
+    inverse,
+    round_to_4_bits,
+    round_to_5_bits,
+    round_to_6_bits,
+    round_to_8_bits,
+    shares_in_groups,
+)
 from chairlift.models.side_by_side import compute_each
 
 FLOAT8 = torch.float8_e4m3fn
@@ -36,6 +45,13 @@ _IN_PLANES = {
     5: _InPlanes(32, 0, has_offsets=True),
     6: _InPlanes(16, 32, has_offsets=False),
 }
+_ROUNDING: dict[int, Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, ...]]] = {
+    4: round_to_4_bits,
+    5: round_to_5_bits,
+    6: round_to_6_bits,
+    8: lambda groups, shares: round_to_8_bits(groups),  # noqa: ARG005
+}
+_PARTS_OF_ROUNDED = {5: ("scales", "offsets", "scale_steps", "offset_steps"), 6: ("scales", "scale_steps")}
 _FEW_BITS = 3  # values of which times a count of 6 bits make 8 at most
 BITS_IN_PLANES = tuple(_IN_PLANES)
 
@@ -60,7 +76,7 @@ class GroupedWeight:
     scales: torch.Tensor
     offsets: torch.Tensor | None = None  # None: they are all zero
     table: torch.Tensor | None = None  # int8 [16]: what values of 4 bits stand for; None: for themselves
-    scale_steps: torch.Tensor | None = None  # float16 [out, n], for n runs of as many scales
+    scale_steps: torch.Tensor | None = None  # float16 or float32 [out, n], for n runs of as many scales
     offset_steps: torch.Tensor | None = None  # likewise; both or neither
 
     def __post_init__(self) -> None:
@@ -261,26 +277,31 @@ def workspace_elements(num_outputs: int, num_inputs: int) -> int:
 
 
 def quantize(weight: torch.Tensor, num_bits: int, importance: torch.Tensor | None = None) -> GroupedWeight:
-    """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
+    """`[out, in]` of any floating dtype -> integers of 4, 5, 6 or 8 bits, with inputs padded with zeros to 32.
 
-    8 bits are symmetric, with scales of 11 significant bits, as in float16. With 4 bits, scales are up to 255 units and
-    offsets up to 255 times -15 units, so that a byte holds each; the row's largest scale sets the unit. A NaN makes
-    scales NaN: its group's with 8 bits, all of its row's with 4.
+    Groups are of 32, and with 6 bits of 16. 8 bits are symmetric, with scales of 11 significant bits, as in float16.
+    With 4 bits, scales are up to 255 units and offsets up to 255 times -15 units, so that a byte holds each; the row's
+    largest scale sets the unit. With 5 bits scales and offsets, and with 6 bits, which are symmetric, scales are counts
+    of a step of their row. A NaN makes scales NaN: its group's with 8 bits, all of its row's with fewer.
 
-    `importance`: float32 `[in]`, the weight of each input's squared errors with 4 bits; None: all are alike.
+    `importance`: float32 `[in]`, the weight of each input's squared errors with less than 8 bits; None: all are alike.
     """
+    group_size = HALF_GROUP_SIZE if num_bits == 6 else GROUP_SIZE
     missing = -weight.shape[1] % GROUP_SIZE
     padded = pad(weight, (0, missing)) if missing else weight
-    shares = None if importance is None or num_bits == 8 else shares_in_groups(pad(importance, (0, missing)))
+    shares = (
+        None if importance is None or num_bits == 8 else shares_in_groups(pad(importance, (0, missing)), group_size)
+    )
     num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
+    round_groups = _ROUNDING[num_bits]
 
     def round_part(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        groups = rows.float().reshape(len(rows), -1, GROUP_SIZE)
-        return round_to_8_bits(groups) if num_bits == 8 else round_to_4_bits(groups, shares)
+        return round_groups(rows.float().reshape(len(rows), -1, group_size), shares)
 
     parts = compute_each(round_part, torch.split(padded, num_rows), padded.numel())
-    values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
-    return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
+    values, *others = (torch.cat(part) for part in zip(*parts, strict=True))
+    names = _PARTS_OF_ROUNDED.get(num_bits, ("scales", "offsets"))
+    return GroupedWeight(num_bits, values.flatten(1), **dict(zip(names, others, strict=False)))
 
 
 def round_to_float8(weight: torch.Tensor) -> GroupedWeight:

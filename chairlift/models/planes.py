@@ -21,6 +21,15 @@ def joined(planes: torch.Tensor, num_bits: int) -> torch.Tensor:
     return values.flatten(1)
 
 
+def parted(values: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """uint8 `[n, elements] -> [n, elements * num_bits / 8]`: the inverse of `joined`."""
+    words = values.view(len(values), -1, 8, 4)
+    first = 4 if num_bits > 4 else 2
+    low = _gathered(words & 2**first - 1, first)
+    both = low if num_bits == first else torch.cat((low, _gathered(words >> first, num_bits - first)), dim=2)
+    return both.flatten(1)
+
+
 def paired(halves: torch.Tensor) -> torch.Tensor:
     """Lower bits of values as files of ggml have them -> as words.
 
@@ -49,3 +58,12 @@ def _fields(words: torch.Tensor, width: int) -> torch.Tensor:
     """uint8 `[..., n, 4] -> [..., 8 n / width, 4]`"""
     fields = [words >> place & 2**width - 1 for place in range(0, 8, width)]
     return torch.stack(fields, dim=-2).flatten(-3, -2)
+
+
+def _gathered(fields: torch.Tensor, width: int) -> torch.Tensor:
+    """uint8 `[n, groups, 8, 4] -> [n, groups, width, 4]`"""
+    together = fields.view(*fields.shape[:2], width, 8 // width, 4).unbind(3)
+    words = together[0]
+    for place, each in enumerate(together[1:], 1):
+        words = words | each << place * width
+    return words

@@ -246,6 +246,33 @@ def test_scales_and_offsets_of_4_bits_are_such_as_bytes_hold() -> None:
         assert ((counts > -0.5) & (counts < 255.5)).all()
 
 
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+def test_an_error_falls_with_each_bit_at_any_magnitude(magnitude: float) -> None:
+    weight = random_weight(64, 320) * magnitude
+    errors = [lost(weight, quantize(weight, num_bits).dequantize()) ** 0.5 for num_bits in (4, 5, 6, 8)]
+    assert errors == [pytest.approx(each, rel=0.05) for each in (0.0735, 0.0365, 0.0175, 0.0054)]
+
+
+def test_5_and_6_bits_are_counts_of_steps_of_their_row_that_float16_holds() -> None:
+    five, six = (quantize(50 * random_weight(16, 320), num_bits) for num_bits in (5, 6))
+    assert (five.values.shape, five.scales.dtype, five.scales_per_step) == ((16, 200), torch.uint8, 10)
+    assert (six.values.shape, six.scales.dtype, six.scales_per_step) == ((16, 240), torch.int8, 20)
+    assert five.offsets is not None
+    assert (five.scales.amax(dim=1) == 255).all()
+    assert (five.offsets.amax(dim=1) == 255).all()
+    assert (six.scales.abs().amax(dim=1) == 127).all()
+    for steps, sign in ((five.scale_steps, 1), (five.offset_steps, -1), (six.scale_steps, 1)):
+        assert steps is not None
+        assert torch.equal(steps.half().float(), steps)
+        assert (steps.sign() == sign).all()
+
+
+@pytest.mark.parametrize("num_bits", [5, 6])
+def test_what_has_been_rounded_loses_next_to_nothing_once_more(num_bits: int) -> None:
+    once = quantize(random_weight(16, 320), num_bits).dequantize()
+    assert lost(once, quantize(once, num_bits).dequantize()) ** 0.5 < (0.02 if num_bits == 5 else 0.01)
+
+
 def test_weights_on_one_side_of_zero_keep_their_size() -> None:
     weight = random_weight(4, 64).abs() / 10 + 5
     for sign in (1, -1):
@@ -253,14 +280,16 @@ def test_weights_on_one_side_of_zero_keep_their_size() -> None:
         assert error.abs().max() < 0.2
 
 
-def test_inputs_that_count_more_lose_less_with_4_bits() -> None:
+@pytest.mark.parametrize("num_bits", [4, 5, 6])
+def test_inputs_that_count_more_lose_less(num_bits: int) -> None:
     weight, importance = random_weight(64, 320), torch.ones(320)
     importance[::10] = 50
 
     def counted(rounded: GroupedWeight) -> float:
         return lost(weight * importance.sqrt(), rounded.dequantize() * importance.sqrt())
 
-    assert counted(quantize(weight, 4, importance)) < 0.6 * counted(quantize(weight, 4))
+    share = 0.6 if num_bits < 6 else 1.0  # with 6 bits there is no more than a scale to choose
+    assert counted(quantize(weight, num_bits, importance)) < share * counted(quantize(weight, num_bits))
 
 
 @pytest.mark.parametrize("importance", [torch.full((64,), 3.0), torch.zeros(64)])
@@ -289,7 +318,7 @@ def test_a_sign_makes_no_difference_to_8_bits() -> None:
     assert torch.equal(quantize(-weight, 8).dequantize(), -quantize(weight, 8).dequantize())
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_bits", [4, 5, 6, 8])
 def test_inputs_are_padded_with_zeros_to_whole_groups_and_a_group_of_zeros_stays_zero(num_bits: int) -> None:
     weight = random_weight(3, 50)
     grouped = quantize(weight, num_bits)
@@ -305,10 +334,12 @@ def test_what_is_no_number_makes_its_scale_none(value: float) -> None:
     weight = random_weight(2, 64)
     weight[1, 40] = value
     assert quantize(weight, 8).scales.isfinite().tolist() == [[True, True], [True, False]]
-    assert quantize(weight, 4).scales.isfinite().tolist() == [[True, True], [False, False]]
+    for num_bits, num_groups in ((4, 2), (5, 2), (6, 4)):
+        scales = quantize(weight, num_bits).without_steps().scales
+        assert scales.isfinite().tolist() == [[True] * num_groups, [False] * num_groups]
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_bits", [4, 5, 6, 8])
 def test_a_large_matrix_is_rounded_as_its_rows_are(num_bits: int) -> None:
     weight = random_weight(2500, 320)
     whole = quantize(weight, num_bits)

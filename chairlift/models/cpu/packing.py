@@ -128,10 +128,14 @@ def _table_of(weight: GroupedWeight) -> torch.Tensor | None:
 
 
 def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
-    """Packs a matrix as it is. `steps`: float16 `[out, runs]`, of scales."""
+    """Packs a matrix as it is. `steps`: `[out, runs]`, of scales; those in float32 have 11 significant bits."""
     if weight.offset_steps is not None:
         steps = torch.stack((steps, weight.offset_steps), dim=2).flatten(1)
-    unit = _UNITS.get(weight.num_bits, 1.0)
+    units = torch.ones(weight.num_outputs)
+    if steps.dtype is torch.float32:
+        units = _powers_of_two(steps)
+        steps = _in_units(steps, units, torch.float16)
+    units *= _UNITS.get(weight.num_bits, 1.0)
     scales, offsets = weight.scales, weight.offsets
     if weight.num_bits == _SHARING_BYTES and offsets is not None:
         scales, offsets = scales | offsets << 4, None
@@ -141,7 +145,7 @@ def _pack_with_steps(weight: GroupedWeight, steps: torch.Tensor, bias: torch.Ten
         None if offsets is None else _by_panel(offsets),
         _by_panel(steps),
         weight.scales_per_step,
-        pad_rows(torch.full((weight.num_outputs,), unit), LANES),
+        pad_rows(units, LANES),
     )
 
 

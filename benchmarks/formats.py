@@ -31,6 +31,7 @@ from chairlift.models import load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.cpu.processor import usable_instruction_sets
 from chairlift.models.loader import count_parameters
+from chairlift.models.precision import widths_for
 
 FORMATS = ("bfloat16", "int8", "int4", "file")
 PROSE = Path(__file__).parents[1] / "tests" / "parity" / "prose.txt"
@@ -58,8 +59,9 @@ class Format:
         """With scales, offsets and what stays in bfloat16."""
         checkpoint = open_checkpoint(self.model)
         model = load_model(checkpoint, DType.BFLOAT16, "cpu", _PIECE, keeps_groups=True)
-        rounding = Quantization(self.quantization) if self.quantization else None
-        return 8 * CpuDecoder(model, _PIECE, quantization=rounding).weight_bytes / count_parameters(checkpoint.config)
+        num_parameters = count_parameters(checkpoint.config)
+        widths = widths_for(Quantization(self.quantization) if self.quantization else None, num_parameters)
+        return 8 * CpuDecoder(model, _PIECE, widths=widths).weight_bytes / num_parameters
 
     def perplexity(self, text: str) -> float:
         """Perplexity of the text in pieces, whose first tokens have no probability."""

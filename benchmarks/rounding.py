@@ -33,6 +33,7 @@ from chairlift.models.checkpoint import find_model
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.loader import count_parameters
+from chairlift.models.precision import widths_for
 
 _HEAD, _EMBEDDING = "output.weight", "token_embd.weight"
 _CONTEXT = 512  # tokens of a window
@@ -108,8 +109,10 @@ def _bits_in_memory(numbers: Path, quantization: Quantization) -> float:
     assert isinstance(config, ModelConfig), "others are not quantized"
     num_looked_up = 0 if config.is_tied else config.vocab_size * config.hidden_size
     model = load_model(checkpoint, DType.BFLOAT16, "cpu", _CONTEXT)
-    num_bytes = CpuDecoder(model, _CONTEXT, quantization=quantization).weight_bytes - 2 * num_looked_up
-    return 8 * num_bytes / (count_parameters(config) - num_looked_up)
+    num_parameters = count_parameters(config)
+    widths = widths_for(quantization, num_parameters)
+    num_bytes = CpuDecoder(model, _CONTEXT, widths=widths).weight_bytes - 2 * num_looked_up
+    return 8 * num_bytes / (num_parameters - num_looked_up)
 
 
 def _bits_in_file(file: Path) -> float:

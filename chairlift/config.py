@@ -69,18 +69,6 @@ class Quantization(StrEnum):
         """Tells the kind of device that multiplies this format."""
         return self is Quantization.FP8
 
-    def bytes_per_weight(self, *, has_experts: bool) -> float:
-        """Bytes per weight, with its share of its group's scale and offset.
-
-        With int4 it is about a mean: most weights have 4 bits and their share, experts all of them, and the head and
-        some matrices have 8. So it is with fp8, where the embedding and the head have 16.
-        """
-        if self is Quantization.FP8:
-            return 9 / 8 if has_experts else 10 / 8
-        if self is Quantization.INT8:
-            return 8.5 / 8
-        return 4.75 / 8 if has_experts else 5.5 / 8
-
 
 class SpeculationMethod(StrEnum):
     """Names the source of guesses at the next tokens."""
@@ -144,9 +132,9 @@ class EngineConfig(BaseModel):
     quantization: Quantization | None = Field(
         None,
         description="int8: weights in 8 bits, and products too but on AMX, faster and nearly as exact; int4: weights in"
-        " 4 bits (the head's and the most sensitive in 8), fewer bytes to read at some loss of quality; both on a CPU"
-        " only; fp8: weights of layers in float8 with a scale for each row, on a GPU only, and many rows at once are"
-        " rounded to float8 as well",
+        " 4 bits (the head's and the most sensitive in 8), or with less than 2^30 parameters in 5 and 6, fewer bytes to"
+        " read at some loss of quality; both on a CPU only; fp8: weights of layers in float8 with a scale for each row,"
+        " on a GPU only, and many rows at once are rounded to float8 as well",
     )
     batch_invariant: bool = Field(
         False,

@@ -18,8 +18,9 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.forward import InvariantForward, PiecewiseForward, TorchForward
-from chairlift.models.loader import load_adapted, load_model, make_dummy_model
+from chairlift.models.loader import count_parameters, load_adapted, load_model, make_dummy_model
 from chairlift.models.parallel import CheckpointPart
+from chairlift.models.precision import widths_for
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
@@ -131,7 +132,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
         )
     if is_native:
         calibration_ids = calibration.draw_tokens(checkpoint.config.vocab_size) if is_calibrated else None
-        return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization, calibration_ids=calibration_ids)
+        widths = widths_for(config.quantization, count_parameters(checkpoint.config))
+        return cpu.CpuDecoder(model, config.slot_len, widths=widths, calibration_ids=calibration_ids)
     model.pack()
     if isinstance(checkpoint, CheckpointPart):
         checkpoint.connect(model)

@@ -16,6 +16,7 @@ from chairlift.errors import CheckpointError, ConfigurationError, sized
 from chairlift.models import TorchForward, load_forward, load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder, load_library
 from chairlift.models.loader import count_parameters
+from chairlift.models.precision import widths_for
 from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
@@ -122,9 +123,10 @@ def test_packed_matrices_are_read_one_by_one(tmp_path: Path, is_tied: bool, quan
     model = load_model(checkpoint, DType.BFLOAT16, "cpu", 64, reads_late=True)
     left = {name for name, _ in model.named_parameters() if not name.endswith("norm.weight")}
     assert left == (set() if is_tied else {"model.embed_tokens.weight"})
-    whole = CpuDecoder(load_model(checkpoint, DType.BFLOAT16, "cpu", 64), 64, quantization=quantization)
+    widths = widths_for(quantization, num_parameters=1)
+    whole = CpuDecoder(load_model(checkpoint, DType.BFLOAT16, "cpu", 64), 64, widths=widths)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(CpuDecoder(model, 64, quantization=quantization).logits(hidden), whole.logits(hidden))
+    assert torch.equal(CpuDecoder(model, 64, widths=widths).logits(hidden), whole.logits(hidden))
 
 
 def test_the_log_counts_what_is_read_late_beside_what_is_loaded(

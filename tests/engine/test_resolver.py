@@ -160,10 +160,10 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
     # 1.875 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB
     "narrow numbers": (room_for(6), {}, {"max_batch_size": 6}),
     "wide numbers": (room_for(6), {"dtype": F32}, {"max_batch_size": 2}),
-    # 1 GiB free, 0.25 Gi weights: 0.5 GiB in bfloat16, 0.27 in int8 (8.5 bits each), 0.14 in int4 (4.5 bits)
+    # 1 GiB free, 0.25 Gi weights: 0.5 GiB in bfloat16, 0.27 in int8 (8.5 bits each), 0.2 in int4 (6.25 bits)
     "not quantized": (TINY_CPU, {"max_seq_len": 64}, {"cache_tokens": 6528}),
     "int8": (TINY_CPU, {"max_seq_len": 64, "quantization": "int8"}, {"cache_tokens": 9600}),
-    "int4": (TINY_CPU, {"max_seq_len": 64, "quantization": "int4"}, {"cache_tokens": 10816}),
+    "int4": (TINY_CPU, {"max_seq_len": 64, "quantization": "int4"}, {"cache_tokens": 10496}),
     # The cache takes its share of what is free beside the weights.
     "its share": (SMALL_CPU, {}, cache(1.5, 0.8)),
     "half of it": (SMALL_CPU, {"memory_fraction": 0.5}, cache(1.5, 0.5)),
@@ -410,10 +410,10 @@ def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
     ("free", "asked", "said"),
     [
         (GIB // 4, {"dtype": "bfloat16"}, "512.00 MiB as bfloat16, and 256.00 MiB are free; with quantization they"),
-        (GIB // 4, {"dtype": "bfloat16"}, "need less (int8 272.00 MiB and int4 176.00 MiB), or choose a smaller model"),
+        (GIB // 4, {"dtype": "bfloat16"}, "need less (int8 272.00 MiB and int4 200.00 MiB), or choose a smaller model"),
         (GIB // 4, {"quantization": "int8"}, "272.00 MiB as int8, and 256.00 MiB are free; with quantization they"),
-        (GIB // 4, {"quantization": "int8"}, "need less (int4 176.00 MiB), or choose a smaller model"),
-        (GIB // 8, {"quantization": "int4"}, f"176.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
+        (GIB // 4, {"quantization": "int8"}, "need less (int4 200.00 MiB), or choose a smaller model"),
+        (GIB // 8, {"quantization": "int4"}, f"200.00 MiB as int4, and 128.00 MiB are free; {SMALLER}"),
         (99, {"grouped": GroupedSize(2**28, 2**28)}, "256.00 MiB as they are stored, and 99 bytes are free; choose a"),
     ],
 )

@@ -14,6 +14,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import Linear
+from chairlift.models.precision import SMALL_PARAMETERS, widths_for
 from tests.models.cpu import support
 from tests.support.checkpoints import make_checkpoint
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
@@ -77,7 +78,9 @@ def uneven_model() -> Decoder:
 
 def logits_in_4_bits(calibration_ids: torch.Tensor | None, rows: list[Row]) -> torch.Tensor:
     model = uneven_model()
-    forward = CpuDecoder(model, SLOT_LEN, quantization=Quantization.INT4, calibration_ids=calibration_ids)
+    forward = CpuDecoder(
+        model, SLOT_LEN, widths=widths_for(Quantization.INT4, SMALL_PARAMETERS), calibration_ids=calibration_ids
+    )
     return torch.cat(Bench(model.config, model.dtype, forward).run(rows))
 
 
@@ -100,7 +103,7 @@ def test_weights_that_are_read_late_are_rounded_alike(tmp_path: Path, is_tied: b
     logits = []
     for reads_late in (False, True):
         model = load_model(checkpoint, DType.BFLOAT16, "cpu", SLOT_LEN, reads_late=reads_late)
-        forward = CpuDecoder(model, SLOT_LEN, quantization=Quantization.INT4, calibration_ids=ids)
+        forward = CpuDecoder(model, SLOT_LEN, widths=widths_for(Quantization.INT4, 1), calibration_ids=ids)
         logits.append(Bench(checkpoint.config, torch.bfloat16, forward).run([Row(0, [1, 2, 3])])[0])
     assert torch.equal(*logits)
 

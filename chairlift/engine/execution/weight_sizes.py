@@ -2,6 +2,7 @@
 
 from chairlift.config import DType, Quantization
 from chairlift.errors import sized
+from chairlift.models.precision import bytes_per_weight
 from chairlift.models.stored import GroupedSize
 
 
@@ -14,11 +15,11 @@ def weigh(
     is_native: bool,
 ) -> int:
     """Bytes of the weights; beside those kept in groups also of the workspace in which torch makes numbers of them."""
-    bytes_per_weight = _bytes_per_weight(format, has_experts)
+    weight_bytes = _bytes_per_weight(format, num_parameters, has_experts)
     if kept is None:
-        return int(num_parameters * bytes_per_weight)
+        return int(num_parameters * weight_bytes)
     num_plain = num_parameters - kept.num_parameters + (0 if is_native else kept.num_dequantized)
-    return int(num_plain * bytes_per_weight) + kept.num_bytes
+    return int(num_plain * weight_bytes) + kept.num_bytes
 
 
 def describe_shortage(num_bytes: int, form: DType | Quantization | GroupedSize, free_bytes: int) -> str:
@@ -31,8 +32,8 @@ def advise(
     num_parameters: int, quantization: Quantization | None, formats: list[Quantization], *, has_experts: bool
 ) -> str:
     """Advises where the weights do not fit. `formats`: those that the device could quantize them to."""
-    sizes = {each: _bytes_per_weight(each, has_experts) for each in formats}
-    least = _bytes_per_weight(quantization or DType.BFLOAT16, has_experts)
+    sizes = {each: _bytes_per_weight(each, num_parameters, has_experts) for each in formats}
+    least = _bytes_per_weight(quantization or DType.BFLOAT16, num_parameters, has_experts)
     smaller = [each for each, size in sizes.items() if size < least]
     if not smaller:
         return "choose a smaller model, or one that is quantized"
@@ -45,5 +46,7 @@ def formats_for(*, is_native: bool, has_own_kernels: bool) -> list[Quantization]
     return [each for each in Quantization if (has_own_kernels if each.is_for_gpu else is_native)]
 
 
-def _bytes_per_weight(format: DType | Quantization, has_experts: bool) -> float:
-    return format.num_bytes if isinstance(format, DType) else format.bytes_per_weight(has_experts=has_experts)
+def _bytes_per_weight(format: DType | Quantization, num_parameters: int, has_experts: bool) -> float:
+    if isinstance(format, DType):
+        return format.num_bytes
+    return bytes_per_weight(format, num_parameters, has_experts=has_experts)

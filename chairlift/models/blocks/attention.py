@@ -249,7 +249,9 @@ class SelfAttention(BlockModule):
             return arrange(factors)
 
         return {
-            "qkv": packer.matrix(self.qkv_proj, arrange_all, num_exact=num_value_rows, input_scale=block.input_scale),
+            "qkv": packer.matrix(
+                self.qkv_proj, arrange_all, num_value_rows=num_value_rows, input_scale=block.input_scale
+            ),
             "out": packer.matrix(self.o_proj),
             "query_norm": packer.norm(self.q_norm, arrange_factors),
             "key_norm": packer.norm(self.k_norm, arrange),

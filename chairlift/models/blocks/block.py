@@ -215,14 +215,15 @@ class Packer(Protocol):
         is_exact: bool = False,
         is_plain: bool = False,
         is_sensitive: bool = False,
-        num_exact: int = 0,
+        num_value_rows: int = 0,
         input_scale: float = 1.0,
         num_parts: int = 1,
     ) -> Any:
         """`is_exact`: it is never rounded here. `is_plain`: nor is it in groups; one that is is widened.
 
-        `is_sensitive`: it loses most with 4 bits, and has 8 in some layers instead.
-        `num_exact`: how many last rows, as they are arranged, keep their errors if rounded here.
+        `is_sensitive`: it loses most with few bits, and has more in some layers.
+        `num_value_rows`: how many last rows, as they are arranged, make attention's values. If rounded here, they keep
+        their errors, or all of the matrix has more bits.
         `num_parts`: of equal size, each of whose rows are arranged by themselves.
         `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.
         """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.config import DType, Quantization
+from chairlift.config import DType
 from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Layer, ModelConfig, ModelShape
 from chairlift.models.cpu import structures
@@ -19,6 +19,7 @@ from chairlift.models.cpu.packing import LANES
 from chairlift.models.cpu.structures import Batch, CacheGroup, Model, Piece, States
 from chairlift.models.cpu.weights import NativeWeights
 from chairlift.models.decoder import Decoder
+from chairlift.models.precision import Widths
 from chairlift.models.side_by_side import kept_threads
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ class CpuDecoder:
 
     Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice, or
     one layer if there are `calibration_ids`. Matrices in groups of integers are multiplied as they are, but as bfloat16
-    on AMX, and others in the model's number format unless they are to be quantized. Its layers can be run some at a
-    time (`forward.LayeredForward`). ValueError for heads that the kernels do not take, and blocks that they lack.
+    on AMX, and others in the model's number format, or if there are `widths` rounded to so many bits. Its layers can be
+    run some at a time (`forward.LayeredForward`). ValueError for heads that the kernels do not take, and blocks that
+    they lack.
 
     `calibration_ids`, int64 `[sequences, tokens]`: they are run to find out which inputs matter, so the model has
     rotary tables for as many positions; None: all inputs of a product are alike.
@@ -89,7 +91,7 @@ class CpuDecoder:
         model: Decoder,
         max_seq_len: int,
         *,
-        quantization: Quantization | None = None,
+        widths: Widths | None = None,
         calibration_ids: torch.Tensor | None = None,
         isa: str | None = None,
     ) -> None:
@@ -104,7 +106,7 @@ class CpuDecoder:
         self._config = model.config
         self._dtype = model.dtype
         with kept_threads():
-            self._weights = NativeWeights(model, max_seq_len, quantization, calibration_ids)
+            self._weights = NativeWeights(model, max_seq_len, widths, calibration_ids)
         self._model = self._weights.model
         self._format = self._format_for(self._weights.has_groups)
         self._head_format = self._format_for(self._model.head.num_bits <= 8)

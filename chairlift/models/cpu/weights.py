@@ -10,7 +10,6 @@ from torch import nn
 
 from chairlift.cache.layout import CacheLayout, Place
 from chairlift.cache.states import StatePlace
-from chairlift.config import Quantization
 from chairlift.models.blocks import Arrange, PackedSublayer, Rotation
 from chairlift.models.calibration import Calibration
 from chairlift.models.cpu import structures
@@ -20,6 +19,7 @@ from chairlift.models.cpu.structures import BLOCKS, LayerInputs, Matrix, Model, 
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.precision import Widths, is_sensitive_layer
 from chairlift.models.rotary import RopeTable
 
 
@@ -36,7 +36,7 @@ class NativeWeights:
     """A `Packer`, which takes the weights out of a decoder.
 
     Matrices in groups of integers stay as they are, and others in the model's number format unless they are to be
-    quantized.
+    rounded.
     """
 
     lanes = LANES
@@ -45,11 +45,11 @@ class NativeWeights:
         self,
         model: Decoder,
         max_seq_len: int,
-        quantization: Quantization | None,
+        widths: Widths | None,
         calibration_ids: torch.Tensor | None = None,
     ) -> None:
-        """`calibration_ids`: see `CpuDecoder`."""
-        self._quantization = quantization
+        """`widths`, `calibration_ids`: see `CpuDecoder`."""
+        self._widths = widths
         self._is_sensitive_layer = False  # the layer that is being packed
         self._kept: list[object] = []
         self.num_bytes = 0
@@ -57,7 +57,7 @@ class NativeWeights:
         config, self._dtype = model.config, model.dtype
         self._layout = CacheLayout.of(config.kept(config.dtype), config.num_layers, config.states())
         self._calibration = None if calibration_ids is None else _begin_calibration(model, calibration_ids)
-        head = self._matrix(model.lm_head, has_8_bits=True)
+        head = self._matrix(model.lm_head, num_bits=None if widths is None else widths.head)
         embedding, groups = None, Matrix()
         if not config.is_tied:
             rows = model.model.embed_tokens.let_go()
@@ -109,7 +109,7 @@ class NativeWeights:
         is_exact: bool = False,
         is_plain: bool = False,
         is_sensitive: bool = False,
-        num_exact: int = 0,
+        num_value_rows: int = 0,
         input_scale: float = 1.0,
         num_parts: int = 1,
     ) -> Matrix:
@@ -128,10 +128,18 @@ class NativeWeights:
             arrange,
             is_exact=is_exact,
             is_plain=is_plain,
-            has_8_bits=is_sensitive and self._is_sensitive_layer,
-            num_exact=num_exact,
+            num_bits=self._bits_for(is_sensitive=is_sensitive, has_values=num_value_rows > 0),
+            num_value_rows=num_value_rows,
             input_scale=input_scale,
         )
+
+    def _bits_for(self, *, is_sensitive: bool, has_values: bool) -> int | None:
+        """Counts the bits of a matrix of the layer that is being packed; None: it is not rounded."""
+        if self._widths is None:
+            return None
+        if has_values:
+            return self._widths.values
+        return self._widths.sensitive if is_sensitive and self._is_sensitive_layer else self._widths.most
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = _as_they_are) -> int | None:
         """The factors of a norm: float32, padded with zeros to whole vectors."""
@@ -208,10 +216,11 @@ class NativeWeights:
         *,
         is_exact: bool = False,
         is_plain: bool = False,
-        has_8_bits: bool = False,
-        num_exact: int = 0,
+        num_bits: int | None = None,
+        num_value_rows: int = 0,
         input_scale: float = 1.0,
     ) -> Matrix:
+        """`num_bits`: if it is rounded here; None: as most matrices have, if they are."""
         bias = None if linear.bias is None else arrange(linear.bias.float() / input_scale)
         stacked = None if is_plain else linear.let_go_parts()
         if stacked is not None:
@@ -219,23 +228,22 @@ class NativeWeights:
         weight = linear.let_go()
         if is_plain and isinstance(weight, GroupedWeight):
             weight = weight.dequantize(self._dtype)[:, : linear.in_features]
-        if isinstance(weight, torch.Tensor) and (is_exact or is_plain or self._quantization is None):
+        if isinstance(weight, torch.Tensor) and (is_exact or is_plain or self._widths is None):
             return self._place(pack(arrange(weight), bias))
         self.has_groups = True
         if isinstance(weight, GroupedWeight):
             weight = weight.map_rows(arrange)  # frees the rows in their first order
             return self._place(pack_grouped(weight, bias))
-        is_narrow = self._quantization is Quantization.INT4 and not has_8_bits
-        if num_exact:
-            weight, arrange = arrange(weight), _as_they_are
+        assert self._widths is not None, "see above"
         importance = None if self._calibration is None else self._calibration.importance(linear)
-        rounded = quantize(weight, 4 if is_narrow else 8, importance)
-        residual = None
-        if num_exact:
-            last = rounded.rows(slice(-num_exact, None))
-            lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
-            residual = pack_grouped(quantize(lost, rounded.num_bits, importance), has_byte_scales=is_narrow)
-        return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), residual)
+        num_bits = num_bits or self._widths.most
+        if not (num_value_rows and self._widths.keeps_errors):
+            return self._place(_packed(quantize(weight, num_bits, importance).map_rows(arrange), bias))
+        weight = arrange(weight)
+        rounded = quantize(weight, num_bits, importance)
+        last = rounded.rows(slice(-num_value_rows, None))
+        lost = weight[-num_value_rows:].float() - last.dequantize()[:, : weight.shape[1]]
+        return self._place(_packed(rounded, bias), _packed(quantize(lost, num_bits, importance)))
 
     def _place_stacked(self, parts: list[GroupedWeight], bias: torch.Tensor | None) -> Matrix:
         """Places matrices of one format each, whose columns follow one another. `bias`: of all of them."""
@@ -272,13 +280,9 @@ class NativeWeights:
         return structures.address_of(tensor)
 
 
-def is_sensitive_layer(index: int, num_layers: int) -> bool:
-    """Returns true for the first and last eighth of the layers and every third between them.
-
-    These are the layers whose sensitive matrices have more bits in llama.cpp's mixed formats.
-    """
-    eighth = num_layers // 8
-    return index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2
+def _packed(rounded: GroupedWeight, bias: torch.Tensor | None = None) -> PackedMatrix:
+    """Packs what `quantize` has made."""
+    return pack_grouped(rounded, bias, has_byte_scales=rounded.num_bits == 4)
 
 
 def _begin_calibration(model: Decoder, token_ids: torch.Tensor) -> Calibration:

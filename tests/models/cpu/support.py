@@ -32,10 +32,10 @@ from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
 from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.cpu.weights import is_sensitive_layer
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
+from chairlift.models.precision import SMALL_PARAMETERS, Widths, is_sensitive_layer, widths_for
 from chairlift.models.rotary import RopeConfig
 from tests.support.forward_bench import NUM_SLOTS, SLOT_LEN, Bench, Row, random_tokens
 from tests.support.shapes import Positions, positions_of, varied
@@ -52,16 +52,26 @@ class Format:
 
     dtype: torch.dtype
     quantization: Quantization | None = None
+    is_of_large_models: bool = False
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") + (f"-{self.quantization}" if self.quantization else "")
+        size = " of large models" if self.is_of_large_models else ""
+        return str(self.dtype).removeprefix("torch.") + (f"-{self.quantization}{size}" if self.quantization else "")
+
+    @property
+    def widths(self) -> Widths | None:
+        """The bits of matrices, as in a model of that size."""
+        return widths_for(self.quantization, SMALL_PARAMETERS if self.is_of_large_models else 1)
 
 
 FLOAT32, BFLOAT16 = Format(torch.float32), Format(torch.bfloat16)
 _INTEGERS = (Quantization.INT8, Quantization.INT4)
 FLOAT32_INT8, FLOAT32_INT4 = (Format(torch.float32, quantization) for quantization in _INTEGERS)
 BFLOAT16_INT8, BFLOAT16_INT4 = (Format(torch.bfloat16, quantization) for quantization in _INTEGERS)
-FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8, BFLOAT16_INT4)
+FLOAT32_INT4_LARGE = replace(FLOAT32_INT4, is_of_large_models=True)
+BFLOAT16_INT4_LARGE = replace(BFLOAT16_INT4, is_of_large_models=True)
+FLOAT32_INTEGERS = (FLOAT32_INT8, FLOAT32_INT4, FLOAT32_INT4_LARGE)
+FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8, BFLOAT16_INT4, BFLOAT16_INT4_LARGE)
 
 BASE = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -252,7 +262,7 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
 def cpu_forward(model: Decoder | ModelConfig, number_format: Format = FLOAT32, isa: str | None = None) -> CpuDecoder:
     """That model, or the random one of that shape, in the kernels; the latter is shared if `isa` is given."""
     if isinstance(model, Decoder):
-        return CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
+        return CpuDecoder(model, SLOT_LEN, widths=number_format.widths, isa=isa)
     if isa is not None:
         return _shared_forward(model, number_format, isa)
     return cpu_forward(make_model(model, number_format.dtype), number_format)
@@ -350,40 +360,47 @@ def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tenso
 def assert_exact_sums_of_rounded_factors(config: ModelConfig, number_format: Format, isa: str) -> None:
     """Native code computes with integers in groups what torch does with the numbers that these stand for."""
     ours = cpu_bench(config, number_format, isa)
-    theirs = torch_bench(quantized(make_model(config), number_format.quantization))
+    theirs = torch_bench(quantized(make_model(config), number_format.widths))
     rng = random.Random(0)
     for count in (5, 1, 3):
         rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
         assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
 
 
-def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
+def quantized(model: Decoder, widths: Widths | None) -> Decoder:
     """That model with products of integers in groups; None: as it is."""
-    if quantization is None:
+    if widths is None:
         return model
-    num_bits = 8 if quantization is Quantization.INT8 else 4
     if model.config.is_tied:
-        embedding = quantize(model.model.embed_tokens.weight, 8).dequantize()[:, : model.config.hidden_size]
+        embedding = quantize(model.model.embed_tokens.weight, widths.head).dequantize()[:, : model.config.hidden_size]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, StackedLinear):
-                weight = quantize(child.weight, num_bits).dequantize()
+                weight = quantize(child.weight, widths.most).dequantize()
                 setattr(parent, name, GroupedExperts(weight, child.bias, child.num_experts))
             elif isinstance(child, Linear) and name != "router" and not isinstance(parent, AltUp):
-                has_8_bits = name == "lm_head" or (name == "down_proj" and is_in_sensitive_layer(model, parent))
-                weight = quantize(child.weight, 8 if has_8_bits else num_bits).dequantize()
-                if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
-                    first = len(weight) - parent.num_kv_heads * parent.head_dim
-                    lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
-                    weight[first:] += quantize(lost, num_bits).dequantize()
-                setattr(parent, name, GroupedLinear(weight, child.bias))
+                setattr(parent, name, GroupedLinear(_rounded(model, parent, name, widths), child.bias))
     if model.config.is_tied:
         model.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
     return model
 
 
-def is_in_sensitive_layer(model: Decoder, mlp: nn.Module) -> bool:
-    """Tells if the MLP is in a layer whose sensitive matrices have 8 bits with int4."""
+def _rounded(model: Decoder, parent: nn.Module, name: str, widths: Widths) -> torch.Tensor:
+    """The numbers that the integers of one product stand for."""
+    child = getattr(parent, name)
+    if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
+        weight = quantize(child.weight, widths.values).dequantize()
+        if widths.keeps_errors:
+            first = len(weight) - parent.num_kv_heads * parent.head_dim
+            lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
+            weight[first:] += quantize(lost, widths.values).dequantize()
+        return weight
+    if name == "down_proj" and _is_in_sensitive_layer(model, parent):
+        return quantize(child.weight, widths.sensitive).dequantize()
+    return quantize(child.weight, widths.head if name == "lm_head" else widths.most).dequantize()
+
+
+def _is_in_sensitive_layer(model: Decoder, mlp: nn.Module) -> bool:
     layer = next(index for index, layer in enumerate(model.layers) if mlp in list(layer.modules()))
     return is_sensitive_layer(layer, len(model.layers))
 

@@ -59,7 +59,7 @@ def logits_of(bench: Bench) -> torch.Tensor:
 def exact_logits(number_format: Format) -> torch.Tensor:
     """The same weights in torch, computed with in float32."""
     model = support.in_float32(support.make_model(SHAPE, number_format.dtype))
-    return logits_of(support.torch_bench(support.quantized(model, number_format.quantization)))
+    return logits_of(support.torch_bench(support.quantized(model, number_format.widths)))
 
 
 def test_a_pass_gives_torchs_numbers_and_avx2s_bits(program: list[str], number_format: Format, avx2: str) -> None:

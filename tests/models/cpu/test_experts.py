@@ -61,7 +61,7 @@ def test_chunks_company_slot_and_threads_make_no_difference(isa: str, number_for
             assert_same_bits(Computed(bench, slot, steps_around(rng, slot, sequence, cuts)), expected)
 
 
-@pytest.mark.parametrize("number_format", [support.FLOAT32_INT8, support.FLOAT32_INT4], ids=str)
+@pytest.mark.parametrize("number_format", support.FLOAT32_INTEGERS, ids=str)
 def test_integers_give_exact_sums_of_rounded_factors(number_format: Format, isa: str) -> None:
     """Every token goes to all experts, since a choice may tip with any rounding."""
     every = replace(PARALLEL, router=replace(PARALLEL.router, num_chosen=9))

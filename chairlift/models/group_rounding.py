@@ -6,7 +6,11 @@ from chairlift.models import planes
 
 GROUP_SIZE = 32
 HALF_GROUP_SIZE = 16  # of 6 bits
-_PARTS_OF_RANGE = (1.0, 0.94, 0.88)
+_CANDIDATES = {
+    4: ((0.0, 1 / 15), (0.03, 0.94 / 15), (0.06, 0.88 / 15)),
+    5: ((0.0, 1 / 31), (0.0, 1 / 30), (0.03, 0.94 / 31)),
+}
+"""By bits, where in a group's range the integers begin, and how far apart they are, as shares of it."""
 _LEAST_SHARE = 1e-3  # of the mean of its group: no input is left out altogether
 _ZERO_OF_6_BITS = 32
 _FULL_BYTE, _FULL_SIGNED_BYTE = 255, 127
@@ -75,10 +79,11 @@ def _fit_with_offsets(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` with the least error among some candidates.
 
-    The integers are tried on a group's whole range, and on parts of it, with elements beyond clamped to its ends. Each
-    time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v), where an element
-    counts by its share, `[n, 32]`; None: all are alike. The pair that explains most of the variance is taken, among
-    those with 0 in their range.
+    The integers are tried on a group's whole range, and on parts of it, with elements beyond clamped to its ends; 5
+    bits also at half the distance of 4 bits, to which weights may have been rounded or trained before. Each time least
+    squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v), where an element counts by its
+    share, `[n, 32]`; None: all are alike. The pair that explains most of the variance is taken, among those with 0 in
+    their range.
     """
     if shares is None:
         shares = torch.full((1, GROUP_SIZE), 1 / GROUP_SIZE)
@@ -87,9 +92,9 @@ def _fit_with_offsets(
     weighted = groups * shares
     mean = weighted.sum(dim=-1)
     best_explained, best_scales, best_offsets = torch.zeros_like(low), (high - low) / largest, low
-    for part in _PARTS_OF_RANGE:
-        cut = (high - low) * ((1 - part) / 2)
-        values = groups.sub((low + cut)[..., None]).mul_(inverse((high - low) * (part / largest))[..., None])
+    for first, distance in _CANDIDATES[num_bits]:
+        start = low + (high - low) * first
+        values = groups.sub(start[..., None]).mul_(inverse((high - low) * distance)[..., None])
         values.round_().clamp_(0, largest)
         mean_value = torch.linalg.vecdot(values, shares)
         covariance = torch.linalg.vecdot(weighted, values) - mean * mean_value

@@ -250,7 +250,7 @@ def test_scales_and_offsets_of_4_bits_are_such_as_bytes_hold() -> None:
 def test_an_error_falls_with_each_bit_at_any_magnitude(magnitude: float) -> None:
     weight = random_weight(64, 320) * magnitude
     errors = [lost(weight, quantize(weight, num_bits).dequantize()) ** 0.5 for num_bits in (4, 5, 6, 8)]
-    assert errors == [pytest.approx(each, rel=0.05) for each in (0.0735, 0.0365, 0.0175, 0.0054)]
+    assert errors == [pytest.approx(each, rel=0.05) for each in (0.0735, 0.035, 0.0175, 0.0054)]
 
 
 def test_5_and_6_bits_are_counts_of_steps_of_their_row_that_float16_holds() -> None:
@@ -265,6 +265,12 @@ def test_5_and_6_bits_are_counts_of_steps_of_their_row_that_float16_holds() -> N
         assert steps is not None
         assert torch.equal(steps.half().float(), steps)
         assert (steps.sign() == sign).all()
+
+
+def test_5_bits_keep_nearly_what_4_bits_held() -> None:
+    weight = random_weight(64, 320)
+    before = quantize(weight, 4).dequantize()
+    assert lost(before, quantize(before, 5).dequantize()) ** 0.5 < 0.005
 
 
 @pytest.mark.parametrize("num_bits", [5, 6])

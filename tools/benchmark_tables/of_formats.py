@@ -5,12 +5,14 @@ from .source import Source
 from .table import Column, Table
 
 DIVERGENCE = Source("divergence-smollm2-bundled", where="The built-in text")
-ROUNDING = Source("rounding-small-models", where="The built-in text")
+ROUNDING = Source(
+    "rounding-small-models", where="The built-in text; int4 at the commit named here, all other rows at a087755"
+)
 _ROUNDED = {"gemma": "Gemma 3 270M", "qwen": "Qwen2.5-0.5B", "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M"}
 _ROUNDINGS = {
     "int8": "int8",
-    "int4 before": "int4, all inputs alike",
     "int4": "int4",
+    "int4 of large models": "int4, in the bits of large models",
     "Q4_0": "llama.cpp's Q4_0",
     "Q4_1": "llama.cpp's Q4_1",
     "Q4_K_M": "llama.cpp's Q4_K_M",

@@ -206,5 +206,5 @@ def test_4_bits_cost_less_than_q4_0_of_the_same_weights(numbers: Path, tmp_path:
     assert of_q4_0 > 1.05 * plain[0]
     with load(numbers, "int4") as llm:
         assert perplexity(llm, llm.inputs.tokenize(PROSE)) == pytest.approx(plain[0], rel=2e-2)
-        # It leaves out that Marie Curie was a physicist.
-        assert_answers_alike(llm, num_others=1)
+        # The numbers had 4 bits before, of which 6 without offsets keep less than 4: two answers go on in another way.
+        assert_answers_alike(llm, num_others=2)

@@ -67,6 +67,14 @@ def test_so_is_one_that_the_allocator_broke_by_freeing_memory() -> None:
         raise torch.AcceleratorError(BROKEN)
 
 
+def test_so_is_one_in_which_cuda_itself_finds_no_memory() -> None:
+    exhausted = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    with pytest.raises(torch.OutOfMemoryError, match="could not be recorded: CUDA error: out"), as_out_of_memory():
+        raise torch.AcceleratorError(exhausted)
+    with pytest.raises(torch.OutOfMemoryError), as_out_of_memory(), ended_quietly_by_errors(BadEnd()):
+        raise torch.AcceleratorError(exhausted)
+
+
 def test_any_other_error_in_a_capture_is_none() -> None:
     with (
         pytest.raises(torch.AcceleratorError, match=BROKEN) as caught,

@@ -19,6 +19,7 @@ Replay = Callable[[], None]
 
 _NUM_WARM_UPS = 2
 _INVALIDATED = "previous error during capture"  # as CUDA words cudaErrorStreamCaptureInvalidated
+_EXHAUSTED = "CUDA error: out of memory"  # as torch words it where CUDA itself finds none, not the allocator
 _EMPTY = "The CUDA Graph is empty"  # as torch begins its warning
 
 
@@ -70,15 +71,16 @@ def as_out_of_memory() -> Iterator[None]:
     """Raises torch.OutOfMemoryError where a capture was broken off because its memory did not suffice.
 
     When the allocator finds none, it frees what it has cached. That invalidates a capture, and whatever comes next in
-    it fails with an error that does not speak of memory.
+    it fails with an error that does not speak of memory. CUDA itself also needs memory, for what
+    a graph consists of, and says so in an error that is not the allocator's.
     """
     try:
         yield
     except torch.AcceleratorError as error:
-        if not _is_broken_capture(error):
+        if not _is_lack_of_memory(error):
             raise
         first = error.__context__  # the one in the midst of the capture, if its end raised another
-        if first is not None and not isinstance(first, torch.OutOfMemoryError) and not _is_broken_capture(first):
+        if first is not None and not isinstance(first, torch.OutOfMemoryError) and not _is_lack_of_memory(first):
             raise
         raise torch.OutOfMemoryError(f"a graph could not be recorded: {error}") from error
 
@@ -100,8 +102,8 @@ def ended_quietly_by_errors(capture: AbstractContextManager[object]) -> Iterator
     capture.__exit__(None, None, None)
 
 
-def _is_broken_capture(error: BaseException) -> bool:
-    return isinstance(error, torch.AcceleratorError) and _INVALIDATED in str(error)
+def _is_lack_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.AcceleratorError) and any(each in str(error) for each in (_INVALIDATED, _EXHAUSTED))
 
 
 class GraphKey(NamedTuple):

@@ -52,6 +52,15 @@ def test_constraints_name_nothing_that_builds_of_torch_choose() -> None:
     assert "torch" in names
 
 
+def test_the_wheel_of_flash_attn_3_is_pinned_by_its_hash() -> None:
+    lines = (ROOT / "deploy" / "flash-attn-3.txt").read_text().splitlines()
+    (pin,) = [line for line in lines if not line.startswith("#")]
+    wanted, _, digest = pin.partition(" --hash=sha256:")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [each.partition(";")[0] for each in extras["flash3"]] == [wanted]
+    assert re.fullmatch(r"[0-9a-f]{64}", digest)
+
+
 def test_the_image_starts_a_server_and_asks_how_it_is() -> None:
     assert [*json.loads(arguments_of("ENTRYPOINT")[0]), *json.loads(arguments_of("CMD")[0])] == ["chairlift", "serve"]
     (variable,) = re.findall(r"CHAIRLIFT_SERVE__(\w+)", TEXT)

@@ -71,8 +71,8 @@ def as_out_of_memory() -> Iterator[None]:
     """Raises torch.OutOfMemoryError where a capture was broken off because its memory did not suffice.
 
     When the allocator finds none, it frees what it has cached. That invalidates a capture, and whatever comes next in
-    it fails with an error that does not speak of memory. CUDA itself also needs memory, for what
-    a graph consists of, and says so in an error that is not the allocator's.
+    it fails with an error that does not speak of memory. CUDA itself also needs memory, for what a graph consists of,
+    and says so in an error that is not the allocator's.
     """
     try:
         yield

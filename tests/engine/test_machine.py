@@ -256,11 +256,12 @@ def test_a_dummy_run_samples_all_rows_with_penalties_filters_and_log_probabiliti
     class NotingSampler(Sampler):
         def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
             assert batch.penalties is not None
+            assert batch.penalties.for_operators is not None
             assert batch.draws is not None
             counts = self._penalties._num_generated
             assert counts is not None
-            kinds = batch.draws.kind, len(batch.draws.rows), len(batch.penalties.rows), batch.num_top_logprobs
-            seen.extend((logits.shape, *kinds, counts.shape))
+            num_rows = len(batch.draws.rows), len(batch.penalties.for_operators.rows)
+            seen.extend((logits.shape, batch.draws.kind, *num_rows, batch.num_top_logprobs, counts.shape))
             return super().sample(logits, batch, step)
 
     resolved = resolved_config("model", device="cuda:0", max_batch_size=50, max_seq_len=4096)

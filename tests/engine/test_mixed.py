@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from chairlift.engine.execution.sampling_graphs import SamplingGraphs
 from chairlift.engine.parts import Pacing, Parts
 from chairlift.engine.sampling import Places
 from chairlift.engine.sampling.drawing import sample_in_graph
+from chairlift.engine.sampling.sampler import Sampler
 from chairlift.models import PiecewiseForward, load_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata, PaddedForward, PaddingBackend, flash
 from chairlift.models.decoder import Decoder
@@ -263,20 +265,9 @@ def test_the_host_launches_few_operators_for_a_step_of_any_number_of_rows_and_la
     assert counts[0] == counts[1] <= 20
 
 
-def test_the_host_launches_few_operators_for_a_whole_launch_with_prompts(model: str) -> None:
-    counts: list[int] = []
-
-    def count(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
-        with CountOperators() as watch:
-            begun = launch(plan)
-        if not plan.is_decode:
-            counts.append(watch.count)
-        return begun
-
-    with engine(model, Silent(), never_eager) as llm, hooked(llm, count):
-        llm.generate(MANY, GREEDY)
-    assert len(counts) > 5
-    assert max(counts) <= 40
+def first_tokens(logits: torch.Tensor, *_: object) -> torch.Tensor:
+    """Stands in for the kernel that samples all rows at once."""
+    return torch.zeros(len(logits), dtype=torch.int64)
 
 
 KINDS: list[dict[str, Any]] = [
@@ -291,14 +282,37 @@ KINDS: list[dict[str, Any]] = [
     {"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+"), "ignore_eos": False},
     {"max_tokens": 0, "prompt_logprobs": 1},
 ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_launches_few_operators_for_a_whole_launch_with_prompts(model: str, kind: dict[str, Any]) -> None:
+    most = 80 if "prompt_logprobs" in kind else 40  # all scores of prompts, one after the other
+    counts: list[int] = []
+
+    def count(launch: Callable[[StepPlan], Launch], plan: StepPlan) -> Launch:
+        with CountOperators() as watch:
+            begun = launch(plan)
+        if not plan.is_decode:
+            counts.append(watch.count)
+        return begun
+
+    with engine(model, Silent(), never_eager, kernels=first_tokens) as llm, hooked(llm, count):
+        llm.generate(MANY, GREEDY.model_copy(update=kind))
+    assert len(counts) > 5
+    assert max(counts) <= most
+
+
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "num_threads": 1}
 MANY = random_prompts(2, [3, 47, 60, 1, 58, 2, 20, 33, 9, 15], VOCAB_SIZE)
 SHARED = random_prompts(3, [70], VOCAB_SIZE)[0]
 
 
-def engine(model: str, recorder: Recorder | None, load: Any = None, budget: int = 48, **config: Any) -> LLM:
+def engine(
+    model: str, recorder: Recorder | None, load: Any = None, budget: int = 48, kernels: Any = None, **config: Any
+) -> LLM:
     """Five slots, one launch ahead; prompts come in chunks of what the budget leaves."""
     parts = Parts(
+        make_sampler=partial(Sampler, kernels=kernels),
         load_forward=load or with_attention(lambda model: flash.FlashAttnBackend(model.attention)),
         make_runner=HookedRunner,
         pacing=Pacing(1, recorder, records_common=False),

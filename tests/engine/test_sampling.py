@@ -157,6 +157,19 @@ def test_greedy_rows_take_the_first_of_equals_and_nothing_of_numbers_that_are_no
     assert sample_once(greedy, logits) == [9, INVALID_TOKEN, INVALID_TOKEN, INVALID_TOKEN, VOCAB - 1]
 
 
+def test_a_row_that_gets_no_token_changes_no_counts_of_another() -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
+    requests = [make_request(params, slot=slot) for slot in range(2)]
+    sampler = Sampler(VOCAB, 2, torch.device("cpu"))
+    batch = sampler.prepare(list(map(row_of, requests)), 2)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, VOCAB - 1] = 0.5  # the neighbour of the first token of the slot behind
+    logits[1] = torch.nan
+    assert sampler.sample(logits.clone(), batch, 0).tokens.tolist() == [VOCAB - 1, INVALID_TOKEN]
+    logits[0, VOCAB - 1] = 1.5
+    assert sampler.sample(logits.clone(), batch, 1).tokens.tolist() == [VOCAB - 1, INVALID_TOKEN]  # 1.5 - 1 > 0
+
+
 def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_launch() -> None:
     steps = [random_logits(10 + step, 1) for step in range(12)]
     crowd = [SamplingParams(**fields) for fields in FILTERS.values()]

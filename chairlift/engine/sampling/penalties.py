@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from chairlift.device import to_device
+from chairlift.device import send, to_device
 from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.kernels.changes import NOTHING, Penalties
 from chairlift.params import SamplingParams
@@ -13,16 +14,23 @@ from chairlift.plan import RowPlan
 
 
 @dataclass(frozen=True, slots=True)
-class PenaltyBatch:
-    """The rows of a launch that carry penalties."""
+class PenalisedRows:
+    """Holds what operators apply to the rows of a launch that carry penalties."""
 
     rows: torch.Tensor  # int64 [P]
     slots: torch.Tensor  # int64 [P]
     factors: torch.Tensor  # float32 [3, P]: repetition, presence, frequency
     guessed_rows: torch.Tensor  # int64 [G]: indices into P, one for each guessed token before that row
     guessed_tokens: torch.Tensor  # int64 [G]
-    counted: torch.Tensor  # int64 [C]: indices into P of rows without a guess, whose tokens are counted at once
-    for_kernels: Penalties | None  # the same for all rows of the launch, if a kernel applies them
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyBatch:
+    """Holds the penalties of a launch, in one of two forms, and says whose sampled tokens are counted."""
+
+    counted: torch.Tensor  # int64 [2, C]: rows without a guess, and where the counts of their slots begin
+    for_operators: PenalisedRows | None
+    for_kernels: Penalties | None  # for all rows of the launch
 
 
 class PenaltyState:
@@ -41,20 +49,23 @@ class PenaltyState:
         chosen = [index for index, row in enumerate(rows) if row.key.params.has_penalty]
         if not chosen:
             return None
-        for index in chosen:
-            if not guessed.get(index):  # once for all places of a guess
-                self._start(rows[index])
-        slots = [rows[index].slot for index in chosen]
-        before = [(index, token) for index, row in enumerate(chosen) for token in guessed.get(row, ())]
-        factors = _factors(rows[index].key.params for index in chosen)
+        self._start([rows[index] for index in chosen if not guessed.get(index)])  # once for all places of a guess
+        counted = [index for index in chosen if index not in guessed]
+        begins = [rows[index].slot * self._shape[1] for index in counted]
         return PenaltyBatch(
+            counted=to_device([counted, begins], torch.int64, self._device),
+            for_operators=None if is_for_kernels else self._for_operators(rows, chosen, guessed),
+            for_kernels=self._for_kernels(rows) if is_for_kernels else None,
+        )
+
+    def _for_operators(self, rows: Sequence[RowPlan], chosen: Sequence[int], guessed: Guessed) -> PenalisedRows:
+        before = [(index, token) for index, row in enumerate(chosen) for token in guessed.get(row, ())]
+        return PenalisedRows(
             rows=to_device(chosen, torch.int64, self._device),
-            slots=to_device(slots, torch.int64, self._device),
-            factors=to_device(factors, torch.float32, self._device),
+            slots=to_device([rows[index].slot for index in chosen], torch.int64, self._device),
+            factors=to_device(_factors(rows[index].key.params for index in chosen), torch.float32, self._device),
             guessed_rows=to_device([index for index, _ in before], torch.int64, self._device),
             guessed_tokens=to_device([token for _, token in before], torch.int64, self._device),
-            counted=to_device([i for i, row in enumerate(chosen) if row not in guessed], torch.int64, self._device),
-            for_kernels=self._for_kernels(rows) if is_for_kernels else None,
         )
 
     def _for_kernels(self, rows: Sequence[RowPlan]) -> Penalties:
@@ -67,7 +78,7 @@ class PenaltyState:
             self._is_in_prompt,
         )
 
-    def apply(self, batch: PenaltyBatch, logits: torch.Tensor) -> None:
+    def apply(self, batch: PenalisedRows, logits: torch.Tensor) -> None:
         """Changes those rows of `[N, vocab]` in place."""
         chosen = logits[batch.rows]
         repetition, presence, frequency = batch.factors.unsqueeze(2)  # [P, 1] each
@@ -85,22 +96,35 @@ class PenaltyState:
         logits[batch.rows] = chosen
 
     def count(self, batch: PenaltyBatch, tokens: torch.Tensor) -> None:
-        """Counts the sampled tokens, int64 `[N]`, of the rows without a guess."""
-        assert self._num_generated is not None, "a row's counts have not begun"
-        self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
+        """Counts the sampled tokens, int64 `[N]`, of the rows without a guess.
 
-    def _start(self, row: RowPlan) -> None:
-        """Counts a row's history, if there is one."""
-        if row.work.history is None:
+        A row that got none ends, so its counts may be any.
+        """
+        assert self._num_generated is not None, "a row's counts have not begun"
+        rows, begins = batch.counted
+        places = tokens.index_select(0, rows).clamp_(min=0).add_(begins)
+        self._num_generated.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def _start(self, rows: Sequence[RowPlan]) -> None:
+        """Counts the histories of those rows that have one, of all together."""
+        begun = [row for row in rows if row.work.history is not None]
+        if not begun:
             return
         if self._num_generated is None:
             self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        token_ids = to_device(row.work.history, torch.int64, self._device)
-        prompt, generated = token_ids[: row.key.num_prompt_tokens], token_ids[row.key.num_prompt_tokens :]
-        self._is_in_prompt[row.slot].zero_().index_fill_(0, prompt, True)
+        places = [np.array(row.work.history, dtype=np.int64) + row.slot * self._shape[1] for row in begun]
+        parts = (
+            np.array([row.slot for row in begun]),
+            np.concatenate([own[: row.key.num_prompt_tokens] for row, own in zip(begun, places, strict=True)]),
+            np.concatenate([own[row.key.num_prompt_tokens :] for row, own in zip(begun, places, strict=True)]),
+        )
+        together = send(torch.from_numpy(np.concatenate(parts)), self._device)
+        slots, prompt, generated = together.split([len(part) for part in parts])
+        self._is_in_prompt.index_fill_(0, slots, False)
+        self._is_in_prompt.view(-1).index_fill_(0, prompt, True)
         ones = torch.ones_like(generated, dtype=torch.int32)
-        self._num_generated[row.slot].zero_().index_add_(0, generated, ones)  # bincount would wait for the device
+        self._num_generated.index_fill_(0, slots, 0).view(-1).index_add_(0, generated, ones)  # bincount would wait
 
 
 def _factors(params: Iterable[SamplingParams]) -> list[list[float]]:

@@ -160,8 +160,8 @@ class Sampler:
                 logits[row].masked_fill_(refused, -torch.inf)
         if batch.masks is not None and step == 0:
             batch.masks.apply(logits)
-        if batch.penalties is not None:
-            self._penalties.apply(batch.penalties, logits)
+        if batch.penalties is not None and batch.penalties.for_operators is not None:
+            self._penalties.apply(batch.penalties.for_operators, logits)
 
     def _choose(self, logits: torch.Tensor, draws: DrawBatch | None, step: int) -> torch.Tensor:
         """Returns tokens, int64 `[N]`; INVALID_TOKEN where there is none."""

@@ -120,7 +120,7 @@ class PenaltyState:
             np.concatenate([own[row.key.num_prompt_tokens :] for row, own in zip(begun, places, strict=True)]),
         )
         together = send(torch.from_numpy(np.concatenate(parts)), self._device)
-        slots, prompt, generated = together.split([len(part) for part in parts])
+        slots, prompt, generated = torch.split(together, [len(part) for part in parts])
         self._is_in_prompt.index_fill_(0, slots, False)
         self._is_in_prompt.view(-1).index_fill_(0, prompt, True)
         ones = torch.ones_like(generated, dtype=torch.int32)

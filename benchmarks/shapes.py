@@ -77,7 +77,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
         "intermediate_size": 3584,
+        "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "vocab_size": 320,  # so that the layers count, as in random_recurrent.py
     },
 }

@@ -109,21 +109,7 @@ _TINY = {
     "intermediate_size": 96,
     "vocab_size": 320,
 }
-_QWEN3_5_0_8B = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "intermediate_size": 3584,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "vocab_size": 248320,
-    "tie_word_embeddings": True,
-}
+_QWEN3_5_0_8B = {**SHAPES["qwen3.5-0.8b"], "vocab_size": 248320, "tie_word_embeddings": True}
 _MIXTURE_7B = {  # as large as OLMoE, of which a token takes 1.3 B
     "model_type": "qwen3_moe",
     "hidden_size": 2048,

@@ -11,7 +11,7 @@ from chairlift.kernels.draw import draw_tokens
 from chairlift.params import SamplingParams
 from tests.engine.support import make_request, row_of
 from tests.support.gpu import needs_gpu
-from tests.support.triton_compiler import Compilation, compile_all
+from tests.support.triton_compiler import Compilation, assert_fits
 
 ALL, NOTHING_CUT = 2.0**24, float("inf")  # top-k and top-p of rows that have none
 
@@ -151,10 +151,9 @@ def test_no_rows_get_no_tokens() -> None:
     assert draw_tokens(torch.empty(0, 150)).tolist() == []
 
 
-def test_kernels_compile_without_spilling_registers() -> None:
-    compiled = compile_all(__name__)
-    assert len(compiled) == len(COMPILATIONS)
-    assert {name: each.stack_bytes for name, each in compiled.items() if each.stack_bytes} == {}
+@pytest.mark.parametrize("case", COMPILATIONS, ids=lambda case: case.name)
+def test_a_kernel_compiles_for_a_gpu_without_spills(case: Compilation) -> None:
+    assert_fits(case, __name__)
 
 
 @needs_gpu

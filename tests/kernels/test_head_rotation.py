@@ -7,7 +7,7 @@ from chairlift.kernels.head_rotation import HeadNorms, rotate
 from chairlift.models.layers import RMSNorm
 from chairlift.models.rotary import apply_rope
 from tests.support.gpu import needs_gpu
-from tests.support.triton_compiler import Compilation, compile_all
+from tests.support.triton_compiler import Compilation, assert_fits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -64,18 +64,31 @@ def test_heads_of_the_sizes_that_are_served(head_dim: int, norm: str) -> None:
 
 _TENSORS = "heads", "output", "cosines", "sines", "query_factors", "key_factors"
 _STRIDES = "token_stride", "head_stride", "angle_stride"
-COMPILATIONS = (
-    Compilation(
-        "rotate",
+
+
+def _compilation(name: str, **changed: object) -> Compilation:
+    constants = {"HQ": 16, "HALL": 24, "D": 128, "DP": 128, "R": 128, "NORMS": True, "IS_OFFSET": False, "H": 8}
+    return Compilation(
+        name,
         "chairlift.kernels.head_rotation",
         "_rotate",
         {**dict.fromkeys(_TENSORS, "*bf16"), **dict.fromkeys(_STRIDES, "i32"), "eps": "fp32"},
-        {"HQ": 16, "HALL": 24, "D": 128, "DP": 128, "R": 128, "NORMS": True, "IS_OFFSET": False, "H": 8},
+        constants | changed,
         (*_TENSORS[1:], *_STRIDES),
         {"num_warps": 4},
-    ),
+        max_registers=80,
+    )
+
+
+COMPILATIONS = (
+    _compilation("rotate"),
+    _compilation("rotate a part", D=256, DP=256, R=64, IS_OFFSET=True),
+    _compilation("rotate without norms", NORMS=False),
+    _compilation("rotate a part without norms", D=80, R=32, NORMS=False),
+    _compilation("norms alone", R=0),
 )
 
 
-def test_it_compiles_for_a_gpu_without_spills() -> None:
-    assert compile_all(__name__)["rotate"].stack_bytes == 0
+@pytest.mark.parametrize("case", COMPILATIONS, ids=lambda case: case.name)
+def test_it_compiles_for_a_gpu_without_spills(case: Compilation) -> None:
+    assert_fits(case, __name__)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _HOPPER = ("cuda", 90, 32)
+_SHARED_BYTES = 227 * 1024  # that a block may have
 _LIMIT_S = 280
 
 
@@ -26,7 +27,8 @@ class Compilation:
     """A kernel with the types and constants that it is compiled for.
 
     `types` of its arguments are Triton's, such as "*bf16", "i32" and "fp32"; `aligned` names pointers and numbers that
-    are multiples of 16; `options` are Triton's, such as num_warps.
+    are multiples of 16; `options` are Triton's, such as num_warps. `max_registers` and `stack_bytes` say what a thread
+    may take: with 128 registers a multiprocessor has room for 512 threads.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Compilation:
     constants: Mapping[str, Any]
     aligned: tuple[str, ...] = ()
     options: Mapping[str, int] = field(default_factory=dict)
+    max_registers: int = 128
+    stack_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,14 @@ def compile_all(module: str) -> dict[str, Compiled]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: Compiled(**each) for name, each in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def assert_fits(case: Compilation, module: str) -> None:
+    """Compiles that module's `COMPILATIONS`, and fails if this one takes more of an H100 than it may."""
+    compiled = compile_all(module)[case.name]
+    assert compiled.registers <= case.max_registers, compiled
+    assert compiled.stack_bytes <= case.stack_bytes, compiled
+    assert compiled.shared_bytes <= _SHARED_BYTES, compiled
 
 
 def _compile(case: Compilation) -> Compiled:

@@ -151,7 +151,7 @@ def main() -> int:
         try:
             _check_program(arguments.guidellm)
             settings = _settings(arguments, model.absolute())
-            engines = [_without_reuse(each) for each in take_part(arguments.peer)]
+            engines = [without_reuse(each) for each in take_part(arguments.peer)]
             report = measure(engines, settings, logs, arguments, client.play)
         except (UsageError, WorkerError, RuntimeError) as error:
             print(f"evaluation.py: {error}", file=sys.stderr)
@@ -207,7 +207,7 @@ def _median(metric: dict[str, Any]) -> float | None:
     return round(found[0]["median"], 2) if found else None
 
 
-def _without_reuse(engine: Engine) -> Engine:
+def without_reuse(engine: Engine) -> Engine:
     """Adds the flag to servers that would reuse prompts; llama.cpp's is started so that it does not."""
     options = {} if engine.kind == "llama.cpp" else _NO_REUSE
     return Engine(engine.name, engine.kind, engine.python, options | engine.options)

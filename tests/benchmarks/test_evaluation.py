@@ -1,6 +1,8 @@
 """The evaluation with guidellm: what it is asked for, what is read of its report, and the files that servers share."""
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from evaluation import LOADS, SLACK, Cell, Client, Figures
+from evaluation import LOADS, SLACK, Cell, Client, Figures, Play, measure, without_reuse
 from gguf import GGUFReader
 from peers import write_gguf
 from peers.engines import Engine
@@ -24,6 +26,17 @@ import json, sys
 path = sys.argv[-1].partition("path=")[2]
 json.dump({report}, open(path, "w"))
 """
+
+SERVER = """#!{python}
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{{"version": "1.2.3"}}')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+FIGURES = Figures(41.5, 120.0, 20.0, num_completed=3, num_cut=0, num_failed=0)
 
 
 def summary(successful: float | None, incomplete: float | None, total: float = 0.0) -> dict[str, Any]:
@@ -92,3 +105,64 @@ def test_a_checkpoints_rows_are_written_in_the_order_of_its_architecture(
     expected = heads.swapaxes(1, 2).reshape(queries.shape) if turns else queries
     assert np.array_equal(tensors["blk.0.attn_q.weight"].data, expected.numpy())
     assert ("blk.0.attn_q_norm.weight" in tensors) == (model_type == "qwen3")
+
+
+def test_no_server_reuses_prompts_unless_it_is_asked_to() -> None:
+    ours, theirs = (without_reuse(Engine(kind, kind, "python", {"as": "it"})) for kind in ("chairlift", "vllm"))
+    assert ours.options == theirs.options == {"enable_prefix_caching": "false", "as": "it"}
+    asked = Engine("vllm", "vllm", "python", {"enable_prefix_caching": "true"})
+    assert without_reuse(asked).options == {"enable_prefix_caching": "true"}
+    assert "--no-enable-prefix-caching" in server_command(ours, SETTINGS, 8123)
+
+
+def test_llama_cpp_gets_no_flag_that_it_does_not_know() -> None:
+    options = {"binary": "llama-server", "gguf": "model.gguf"}
+    assert without_reuse(Engine("llama.cpp", "llama.cpp", "python", options)).options == options
+
+
+def played(tmp_path: Path, play: Play) -> dict[str, Any]:
+    """What is reported of three cells of one server, which is healthy and does nothing."""
+    program = tmp_path / "python"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    arguments = argparse.Namespace(
+        loads=["chat", "chat_lite", "rag"],
+        users=[1],
+        requests_per_user=2,
+        limit=30.0,
+        threads=1,
+        cache_gigabytes=None,
+        start_limit=60.0,
+        model=None,
+        shape="tiny",
+    )
+    return measure([Engine("chairlift", "chairlift", str(program))], SETTINGS, tmp_path, arguments, play)
+
+
+def test_cells_before_one_that_fails_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def play(host: Host, cell: Cell) -> Figures:
+        if cell.load == "rag":
+            raise RuntimeError(f"guidellm failed at {host.name}: it has no tokenizer")
+        return FIGURES
+
+    report = played(tmp_path, play)
+    assert [each["load"] for each in report["results"]] == ["chat", "chat_lite"]
+    assert report["failure"] == "guidellm failed at chairlift: it has no tokenizer"
+    assert report["servers"]["chairlift"]["version"] == "1.2.3"
+    out, err = capsys.readouterr()
+    assert "chat_lite, 1 users" in out
+    assert "rag" not in out
+    assert "evaluation.py: guidellm failed at chairlift: it has no tokenizer" in err
+
+
+def test_nothing_is_reported_when_the_first_cell_fails(tmp_path: Path) -> None:
+    def play(host: Host, _: Cell) -> Figures:
+        raise RuntimeError(f"guidellm took more than 30 s at {host.name}")
+
+    with pytest.raises(RuntimeError, match="guidellm took more than 30 s at chairlift"):
+        played(tmp_path, play)
+
+
+def test_without_a_failure_all_cells_are_reported(tmp_path: Path) -> None:
+    report = played(tmp_path, lambda *_: FIGURES)
+    assert (len(report["results"]), report["failure"]) == (3, None)

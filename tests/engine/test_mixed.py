@@ -92,6 +92,16 @@ class Step:
         return cls(rng.sample(range(NUM_SLOTS), len(num_new)), num_new, num_cached, num_decode, ids)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new)
+
+    @property
+    def fits(self) -> bool:
+        """Says whether its rows fit into slots, and its tokens into a step of 512."""
+        ends = (sum(row) for row in zip(self.num_cached, self.num_new, strict=True))
+        return self.num_tokens <= 512 and all(end <= SLOT_LEN for end in ends)
+
+    @property
     def plan(self) -> StepPlan:
         offsets = [0, *accumulate(self.num_new)]
         ids = [self.input_ids[start:stop] for start, stop in pairwise(offsets)]
@@ -180,6 +190,15 @@ def bench_of(model: str, backend: str, max_num_tokens: int, **changes: Any) -> B
     return Bench(decoder, BACKENDS[backend](decoder.config.attention), max_num_tokens, **changes)
 
 
+def assert_replayed_like_computed(bench: Bench, step: Step) -> None:
+    replayed = bench.replay(step)
+    expected, blocks = bench.compute(step)
+    assert replayed is not None
+    torch.testing.assert_close(replayed, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(bench.blocks[:-1], blocks[:-1], rtol=0, atol=2e-6)
+    assert bench.blocks.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("backend", "num_steps"),
     [
@@ -194,13 +213,17 @@ def test_random_steps_equal_those_operator_by_operator(model: str, backend: str,
     assert bench.graphs.graphs.recorded == {(64, 0), (64, 12), (128, 0), (128, 12)}
     with torch.inference_mode():
         for _ in range(num_steps):
-            step = Step.drawn(rng, 7, 5, 25)
-            replayed = bench.replay(step)
-            expected, blocks = bench.compute(step)
-            assert replayed is not None
-            torch.testing.assert_close(replayed, expected, rtol=0, atol=2e-6)
-            torch.testing.assert_close(bench.blocks[:-1], blocks[:-1], rtol=0, atol=2e-6)
-            assert bench.blocks.isfinite().all()
+            assert_replayed_like_computed(bench, Step.drawn(rng, 7, 5, 25))
+
+
+def test_steps_of_hundreds_of_tokens_equal_them_too(model: str) -> None:
+    rng, bench = random.Random(8), bench_of(model, "flash_attn", 512)
+    steps = [step for step in (Step.drawn(rng, 7, 5, 200) for _ in range(200)) if step.fits and step.num_tokens >= 256]
+    assert len(steps) == 46
+    assert (min(step.num_tokens for step in steps), max(step.num_tokens for step in steps)) == (260, 505)
+    with torch.inference_mode():
+        for step in steps:
+            assert_replayed_like_computed(bench, step)
 
 
 def test_a_step_may_fill_a_graph_to_the_last_token_row_and_prompt(model: str) -> None:

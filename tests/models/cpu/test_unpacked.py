@@ -72,8 +72,9 @@ def multiplied_in_tiles(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_number_of_rows_gets_the_bits_of_the_model(name: str, amx: str) -> None:
-    weight, rows = random_weight(name, 576), random_rows(70, 576, torch.bfloat16)
+@pytest.mark.parametrize("depth", [192, 576, 768])  # 1.5, 4.5 and 6 blocks of weights
+def test_any_number_of_rows_gets_the_bits_of_the_model(name: str, depth: int, amx: str) -> None:
+    weight, rows = random_weight(name, depth), random_rows(70, depth, torch.bfloat16)
     matrix = pack_grouped(weight)
     assert matrix.units is not None
     expected = (multiplied_in_tiles(rows, unpacked(matrix)) * matrix.units)[:, :VOCAB]

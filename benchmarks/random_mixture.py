@@ -73,7 +73,8 @@ def write(shape: Shape, folder: Path, num_layers: int) -> None:
 
 
 def _described(shape: Shape, num_layers: int, tensors: list[Tensor]) -> dict[str, Any]:
-    """The sizes in the words of a config.json. What stands in place of attention counts as attention."""
+    """The sizes in the words of a config.json."""
+    attending = range(num_layers) if shape.attending is None else shape.attending
     return {
         "hidden_size": shape.hidden,
         "num_hidden_layers": num_layers,
@@ -86,6 +87,7 @@ def _described(shape: Shape, num_layers: int, tensors: list[Tensor]) -> dict[str
         "num_experts_per_tok": shape.num_chosen,
         "moe_intermediate_size": shape.inner,
         "num_dense_layers": shape.dense_layers,
+        "layer_types": ["full_attention" if layer in attending else "conv" for layer in range(num_layers)],
         "bytes_per_weight": bytes_per_weight(tensors),
     }
 

@@ -107,12 +107,16 @@ def write(shape: Shape, folder: Path, kind: Kind, vocab: int) -> None:
     writer = open_writer(folder, shape.architecture, vocab)
     _add_sizes(writer, shape, vocab)
     tensors = list(_tensors(shape, kind, vocab))
-    (folder / "config.json").write_text(json.dumps(_described(shape, vocab, tensors)), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(described(shape, vocab, bytes_per_weight(tensors))), encoding="utf-8"
+    )
     write_tensors(writer, tensors, _rates(tensors))
 
 
-def _described(shape: Shape, vocab: int, tensors: list[Tensor]) -> dict[str, Any]:
-    """The sizes in the words of a config.json. What stands in place of attention counts as attention."""
+def described(shape: Shape, vocab: int, weight_bytes: float) -> dict[str, Any]:
+    """The sizes in the words of a config.json."""
+    recurrence = "conv" if isinstance(shape.recurrence, ShortConv) else "linear_attention"
+    kinds = ["full_attention" if layer in shape.attending else recurrence for layer in range(shape.num_layers)]
     return {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.num_layers,
@@ -121,7 +125,18 @@ def _described(shape: Shape, vocab: int, tensors: list[Tensor]) -> dict[str, Any
         "head_dim": shape.head_dim,
         "intermediate_size": shape.inner,
         "vocab_size": vocab,
-        "bytes_per_weight": bytes_per_weight(tensors),
+        "layer_types": kinds,
+        "bytes_per_weight": weight_bytes,
+        **(_described_states(shape.recurrence) if isinstance(shape.recurrence, DeltaNet) else {}),
+    }
+
+
+def _described_states(sizes: DeltaNet) -> dict[str, int]:
+    return {
+        "linear_num_key_heads": sizes.num_key_heads,
+        "linear_num_value_heads": sizes.num_value_heads,
+        "linear_key_head_dim": sizes.head_dim,
+        "linear_value_head_dim": sizes.head_dim,
     }
 
 

@@ -81,7 +81,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "vocab_size": 320,  # so that the layers count, as in random_recurrent.py
+        "vocab_size": 248320,
+    },
+    "lfm2.5-1.2b": {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "block_dim": 2048,  # as published configs say for those that ask, vLLM among them
+        "conv_dim": 2048,
+        "vocab_size": 65536,
     },
 }
 """Fields of a config.json, of a Llama with tied embeddings unless they say otherwise. 1b is Llama 3.2's shape."""

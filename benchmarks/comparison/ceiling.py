@@ -5,7 +5,8 @@ token chooses by chance, and multiplies a token by those that it chooses.
 
 Prompts are one pass: their FLOPs without the head, but for each prompt's last token. Every further token is one pass
 over all requests. A pass takes the larger of its FLOPs over the matrix rate and its bytes (weights and cached keys and
-values) over the memory bandwidth. Norms, rope, sampling and activations count as nothing.
+values, states read and written) over the memory bandwidth. Norms, rope, sampling, activations and convolutions count as
+nothing.
 """
 
 import re
@@ -67,6 +68,16 @@ class Rates:
     flops_per_second: float  # products of matrices, in the number format of the weights
 
 
+def _inner_size(fields: Mapping[str, Any]) -> int:
+    """Returns an MLP's width. LFM2 takes two thirds of what its config says, in whole multiples."""
+    size: int = fields["intermediate_size"]
+    if fields.get("block_auto_adjust_ff_dim"):
+        multiple = fields["block_multiple_of"]
+        size = int(fields.get("block_ffn_dim_multiplier", 1) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One run through the layers."""
@@ -92,9 +103,37 @@ class Experts:
         return self.count * (1 - (1 - self.num_chosen / self.count) ** num_tokens)
 
 
+_STATE_BYTES = 4  # of a number, which stays in float32
+_STATE_FLOPS = 6  # of a number and token: what it answers, how it changes, and what it answers then, two each
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What stands in place of attention in some layers, and the sizes of one such layer."""
+
+    num_layers: int
+    num_weights: int  # that a token is multiplied by
+    num_states: int = 0  # numbers of a request's state; none of a convolution, whose few tokens count as nothing
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self | None:
+        """Reads Gated DeltaNet's sizes (Qwen3-Next, Qwen3.5) or a gated convolution's (LFM2); None if all attend."""
+        layers = fields.get("layer_types") or []
+        hidden = fields["hidden_size"]
+        if num_layers := layers.count("conv"):
+            return cls(num_layers, num_weights=4 * hidden * hidden)  # into three of the model's width, and out of one
+        if not (num_layers := layers.count("linear_attention")):
+            return None
+        num_heads, head_dim = fields["linear_num_value_heads"], fields["linear_value_head_dim"]
+        key_dim = fields["linear_key_head_dim"]
+        values, keys = num_heads * head_dim, fields["linear_num_key_heads"] * key_dim
+        inputs = 2 * keys + 2 * values + 2 * num_heads  # queries, keys, values, their gate; two gates of each head
+        return cls(num_layers, hidden * (inputs + values), num_states=num_heads * key_dim * head_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama, or of one with experts, and the bytes of one weight and of one cached number."""
+    """The sizes of a Llama, of one with experts or recurrent layers, and the bytes of one weight and cached number."""
 
     hidden_size: int
     num_layers: int
@@ -106,10 +145,13 @@ class ModelShape:
     weight_bytes: float
     cache_bytes: int
     experts: Experts | None = None
+    recurrence: Recurrence | None = None
+    has_output_gate: bool = False  # attention's, as wide as its queries
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], weight_bytes: float, cache_bytes: int) -> Self:
         """`fields`: a checkpoint's config.json."""
+        fields = fields.get("text_config") or fields
         num_heads, experts = fields["num_attention_heads"], None
         if count := fields.get("num_experts"):
             sizes = fields["num_experts_per_tok"], fields["moe_intermediate_size"], fields.get("num_dense_layers", 0)
@@ -120,12 +162,19 @@ class ModelShape:
             num_heads=num_heads,
             num_kv_heads=fields.get("num_key_value_heads") or num_heads,
             head_dim=fields.get("head_dim") or fields["hidden_size"] // num_heads,
-            intermediate_size=fields["intermediate_size"],
+            intermediate_size=_inner_size(fields),
             vocab_size=fields["vocab_size"],
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
             experts=experts,
+            recurrence=Recurrence.of(fields),
+            has_output_gate="linear_num_value_heads" in fields,  # attention of these families has one
         )
+
+    @property
+    def num_attending(self) -> int:
+        """Layers that have keys and values."""
+        return self.num_layers - (0 if self.recurrence is None else self.recurrence.num_layers)
 
     @property
     def num_layer_weights(self) -> int:
@@ -134,12 +183,15 @@ class ModelShape:
 
     def _layer_weights(self, num_experts: float) -> float:
         """With so many experts of each layer that has some."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        queries = self.num_heads * (3 if self.has_output_gate else 2)  # and the product with attention's result
+        mixers = self.num_attending * self.hidden_size * self.head_dim * (queries + 2 * self.num_kv_heads)
+        if self.recurrence is not None:
+            mixers += self.recurrence.num_layers * self.recurrence.num_weights
         num_dense = self.num_layers if self.experts is None else self.experts.num_dense_layers
         inner: float = num_dense * self.intermediate_size
         if self.experts is not None:
             inner += (self.num_layers - num_dense) * self.experts.intermediate_size * num_experts
-        return self.num_layers * attention + 3 * self.hidden_size * inner
+        return mixers + 3 * self.hidden_size * inner
 
     @property
     def num_head_weights(self) -> int:
@@ -147,11 +199,26 @@ class ModelShape:
 
     def attention_flops(self, num_pairs: int) -> int:
         """FLOPs for that many pairs of a query and a key: a product and a sum for each number, for keys and values."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
+        return 4 * self.num_attending * self.num_heads * self.head_dim * num_pairs
 
     def cached_bytes(self, num_tokens: int) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
+        """Keys and values of all layers that attend."""
+        return 2 * self.num_attending * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
+
+    @property
+    def num_states(self) -> int:
+        """Numbers of a request's states in all layers."""
+        return 0 if self.recurrence is None else self.recurrence.num_layers * self.recurrence.num_states
+
+    @property
+    def token_flops(self) -> int:
+        """FLOPs of one token in all layers, but for its attention to others."""
+        return 2 * self.num_layer_weights + _STATE_FLOPS * self.num_states
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a decode step moves of a request's states: it reads them and writes them."""
+        return 2 * _STATE_BYTES * self.num_states
 
     def read_bytes(self, num_tokens: int) -> int:
         """Returns what a pass of so many tokens reads of the weights."""
@@ -162,7 +229,7 @@ class ModelShape:
 def prefill(shape: ModelShape, workload: Workload) -> Pass:
     """All prompts, and each one's first token."""
     length = workload.prompt_tokens
-    layers = 2 * shape.num_layer_weights * length + shape.attention_flops(length * (length + 1) // 2)
+    layers = shape.token_flops * length + shape.attention_flops(length * (length + 1) // 2)
     read = shape.read_bytes(workload.num_requests * length)
     return Pass(workload.num_requests * (layers + 2 * shape.num_head_weights), read)
 
@@ -170,11 +237,9 @@ def prefill(shape: ModelShape, workload: Workload) -> Pass:
 def decode_step(shape: ModelShape, workload: Workload, num_generated: int) -> Pass:
     """One more token for each request, each of which has that many already, the last of them not in the cache yet."""
     num_cached = workload.prompt_tokens + num_generated - 1
-    weights = shape.num_layer_weights + shape.num_head_weights
-    return Pass(
-        workload.num_requests * (2 * weights + shape.attention_flops(num_cached + 1)),
-        shape.read_bytes(workload.num_requests) + workload.num_requests * shape.cached_bytes(num_cached),
-    )
+    flops = shape.token_flops + 2 * shape.num_head_weights + shape.attention_flops(num_cached + 1)
+    moved = shape.cached_bytes(num_cached) + shape.state_bytes
+    return Pass(workload.num_requests * flops, shape.read_bytes(workload.num_requests) + workload.num_requests * moved)
 
 
 def least_seconds(shape: ModelShape, workload: Workload, rates: Rates) -> float:

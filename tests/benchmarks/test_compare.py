@@ -11,8 +11,7 @@ import pytest
 import shapes
 import speculation
 import speculation_peers
-from comparison import ceiling
-from comparison.ceiling import ModelShape, Pass, Rates, Workload
+from comparison.ceiling import Rates, Workload
 from comparison.contest import Score, Standing, Trial, record, table
 from peers.engines import Engine, UsageError
 
@@ -195,64 +194,6 @@ def test_prompts_are_the_same_for_every_engine_others_in_every_round_and_of_toke
     assert len(set(prompts)) == 12
     assert {len(ids) for ids in prompts} == {16}
     assert [max(map(max, Workload(32, 128, 1).prompts("x", size))) for size in (128256, 50)] == [199, 49]
-
-
-# Per layer q 8x8, k and v 8x4 each, o 8x8, and three of 8x16: 64 + 64 + 64 + 384 = 576 weights. The head: 80.
-
-
-def test_the_weights_of_all_matrices_are_counted_and_int8_halves_their_bytes_and_not_the_cache() -> None:
-    assert (SHAPE.head_dim, SHAPE.num_layer_weights, SHAPE.num_head_weights) == (4, 2 * 576, 80)
-    assert SHAPE.read_bytes(3) == 2 * (1152 + 80)
-    int8 = ModelShape.of(FIELDS, weight_bytes=1, cache_bytes=2)
-    assert int8.read_bytes(3) == 1232
-    assert int8.cached_bytes(1) == SHAPE.cached_bytes(1) == 2 * 2 * 1 * 4 * 2
-
-
-def test_the_ceiling_of_a_mixture_counts_the_experts_that_tokens_touch() -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 2}
-    mixture = ModelShape.of({**FIELDS, **sizes}, weight_bytes=1, cache_bytes=2)
-    expert = 3 * FIELDS["hidden_size"] * 2
-    others = mixture.num_layer_weights - 2 * expert + mixture.num_head_weights
-    assert mixture.read_bytes(1) == others + 2 * expert
-    assert mixture.read_bytes(2) == others + 2 * 1.75 * expert
-    assert mixture.read_bytes(10**6) == others + 2 * 4 * expert
-
-
-def test_a_known_shape_has_the_parameters_it_is_named_for() -> None:
-    fields = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
-    fields |= {"head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
-    shape = ModelShape.of(fields, weight_bytes=2, cache_bytes=2)
-    assert shape.num_layer_weights + shape.num_head_weights == 134_479_872  # without norms
-    assert shape.cached_bytes(1) == 23_040
-
-
-def test_a_prompt_is_multiplied_by_the_layers_and_its_last_token_by_the_head() -> None:
-    # 3 tokens: 2 * 1152 * 3 = 6912; attention 4 * 2 layers * 2 heads * 4 * (1 + 2 + 3) = 384; head 2 * 80 = 160.
-    for num_requests in (1, 5):
-        assert ceiling.prefill(SHAPE, Workload(num_requests, 3, 1)) == Pass(
-            num_flops=num_requests * 7456, num_bytes=2464
-        )
-
-
-def test_a_decode_step_reads_weights_once_and_each_request_s_cache() -> None:
-    # The second token out: 3 tokens are cached, attention sees 4. 2 * 1232 = 2464; attention 4 * 2 * 2 * 4 * 4 = 256.
-    for num_requests in (1, 6):
-        step = Pass(num_flops=num_requests * 2720, num_bytes=2464 + num_requests * 3 * 32)
-        assert ceiling.decode_step(SHAPE, Workload(num_requests, 3, 4), 1) == step
-    assert ceiling.decode_step(SHAPE, Workload(1, 3, 4), 3) == Pass(num_flops=2848, num_bytes=2464 + 5 * 32)
-
-
-def test_a_pass_takes_the_larger_of_its_two_times_and_all_together_the_least_time() -> None:
-    assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=10, flops_per_second=20)) == 10.0
-    assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=20, flops_per_second=4)) == 25.0
-    slow_products, slow_memory = Rates(1e12, flops_per_second=1.0), Rates(bytes_per_second=1.0, flops_per_second=1e12)
-    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 1), slow_products) == 7456
-    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 3), slow_products) == 7456 + 2720 + 2784
-    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 3), slow_memory) == 2464 + (2464 + 96) + (2464 + 128)
-    # The most tokens per second are in the workload's unit.
-    rates = Rates(bytes_per_second=1e12, flops_per_second=7456)
-    assert ceiling.most_tokens_per_second(SHAPE, Workload(1, 3, 1), rates) == 3.0  # prompt tokens in one second
-    assert ceiling.most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates) == pytest.approx(2 / (1 + 2720 / 7456))
 
 
 def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, run_script: RunScript) -> None:

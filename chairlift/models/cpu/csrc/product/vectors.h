@@ -5,8 +5,6 @@
 #include "panel.h"
 #include "prefetch.h"
 
-constexpr int64_t AHEAD_BYTES = 8192;  // in which panels are prefetched ahead of use, those at hand together
-constexpr int WAITING_ROWS = 8;        // with more, a core multiplies for longer than it waits for memory
 constexpr int64_t MOST_DEPTH_BYTES = 8192;  // at a time, so that rows and panels of it stay in the second-level cache
 
 #if defined(__AVX512F__)
@@ -27,33 +25,26 @@ struct NextLines {
 
 // Multiplies `depth` elements of rows of A and of panels that are `panel_size` elements apart; `is_more`: adds to C.
 //
-// Lines of the panels are prefetched ahead of use: with rows that mostly wait for memory, those of the panels that come
-// next at the end of these.
+// The panels that come next are fetched meanwhile, into the second level, at the same place of each: a distance in bytes
+// would end in the neighbouring panel, which is at hand already.
 template <int ROWS, int PANELS, class A, class T>
 INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel_size, int64_t depth, bool is_more,
                            NextLines& next, float* c, int64_t ldc) {
-    constexpr int64_t AHEAD = AHEAD_BYTES / (PANELS > 1 ? PANELS : 2) / sizeof(T);  // elements of a panel
     f32x16 sum[ROWS][PANELS] = {};
     if (is_more)
         for (int r = 0; r < ROWS; r++)
             for (int p = 0; p < PANELS; p++) sum[r][p] = load16(c + r * ldc + p * LANES);
     RowPointers<A, ROWS> rows(a, lda);
     NextLines own = next;
-    const bool is_all = ROWS <= WAITING_ROWS && panel_size == depth * LANES;
-    const int64_t last = !is_all ? depth : depth * LANES > AHEAD ? depth - AHEAD / LANES : 0;
-    int64_t ahead = AHEAD;
-    for (int64_t k = 0, end = last; k < depth; end = depth) {
-        for (; k < end; k += Pack<T>, rows.advance(Pack<T>), own.from += own.step) {
-            typename Factor<T>::type words[PANELS];
-            for (int p = 0; p < PANELS; p++) {
-                const T* from = b + p * panel_size + k * LANES;
-                words[p] = load<typename Factor<T>::type>(from);
-                __builtin_prefetch(from + ahead);
-            }
-            if (ROWS > FEW_ROWS) __builtin_prefetch(own.from, 0, 2);
-            add_products<0, Pack<T>>(sum, rows, words);
+    for (int64_t k = 0; k < depth; k += Pack<T>, rows.advance(Pack<T>), own.from += own.step) {
+        typename Factor<T>::type words[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            const T* from = b + p * panel_size + k * LANES;
+            words[p] = load<typename Factor<T>::type>(from);
+            __builtin_prefetch(from + PANELS * panel_size, 0, 2);
         }
-        if (ROWS <= WAITING_ROWS) ahead = AHEAD + (PANELS - 1) * panel_size;
+        if (ROWS > FEW_ROWS) __builtin_prefetch(own.from, 0, 2);
+        add_products<0, Pack<T>>(sum, rows, words);
     }
     next = own;
     for (int r = 0; r < ROWS; r++)

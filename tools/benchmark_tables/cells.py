@@ -72,7 +72,6 @@ def _lengths(written: str) -> str:
     return " to ".join(f"{int(number):,}" for number in written.split(".."))
 
 
-requests = Column("requests", lambda trial: trial["workload"].partition("x")[0])
 ceiling = Column("of the ceiling", lambda trial: f"{trial['share']:.2f}" if "share" in trial else "")
 commit = Column("commit", lambda trial: short(trial["commit"]))
 
@@ -84,6 +83,20 @@ def rate(head: str, engine: str, over: str = "", mark: str = "") -> Column:
         engines = trial["engines"]
         shown = f"{mark}{speed(engines[engine]['median'])}{mark}"
         return shown + (f" ({_ratio(engines[over], engines[engine])})" if over and "share" in trial else "")
+
+    return Column(head, cell)
+
+
+def served(head: str, server: str, over: str = "", mark: str = "") -> Column:
+    """A column of a server's output tokens per second, and in brackets how many times as fast `over` is."""
+
+    def cell(record: Any) -> str:
+        servers = record["servers"]
+        if server not in servers:
+            return ""
+        theirs = servers[server]["output_tokens_per_s"]
+        ratio = f" ({servers[over]['output_tokens_per_s'] / theirs:.1f})" if over else ""
+        return f"{mark}{speed(theirs)}{mark}{ratio}"
 
     return Column(head, cell)
 

@@ -1,10 +1,13 @@
-"""The tables of shared prefixes and prompts on disk, of a step's budget, of speculation, recurrences and streams."""
+"""The tables of servers: under somebody else's loads, of shared prefixes and prompts on disk, of a step's budget, of
+speculation, recurrences and streams.
+"""
 
-from .cells import chosen, figures, percent, text
-from .records import at, beginnings, gains, mean_rounds, named, streams
+from .cells import OURS, chosen, figures, percent, served, text
+from .records import at, beginnings, gains, mean_rounds, named, played, streams
 from .source import Source
 from .table import Column, Table
 
+README, SPEED = "README.md", "docs/speed.md"
 PREFIXES, SPECULATION = "docs/prefix-reuse.md", "docs/speculation.md"
 PERFORMANCE, ON_DISK = "docs/performance.md", "docs/prompts-on-disk.md"
 
@@ -44,6 +47,16 @@ def _gains(mark: str, source: Source, *kinds: str) -> Table:
     return Table(SPECULATION, mark, source, gains, columns)
 
 
+_EVALUATION = Source("evaluation-qwen3-0.6b-epyc-avx512-2-cores")
+_peers = (served("vLLM", "vllm", OURS), served("llama.cpp", "llama.cpp", OURS))
+_loads = (
+    text("load", "load"),
+    figures("prompt and output tokens", "lengths/0,lengths/1"),
+    figures("users", "users"),
+)
+_each = "servers/chairlift/{0},servers/vllm/{0},servers/llama.cpp/{0}"
+_WHOSE = "Chairlift, vLLM, llama.cpp"
+
 _files = {"qwen.gguf": "Qwen2.5-0.5B", "gemma.gguf": "Gemma 3 270M"}
 
 
@@ -52,6 +65,33 @@ def _seconds(head: str, part: str) -> Column:
 
 
 TABLES = (
+    Table(README, "evaluation", _EVALUATION, played, (*_loads, served("Chairlift", OURS, mark="**"), *_peers)),
+    Table(
+        SPEED,
+        "evaluation",
+        _EVALUATION,
+        played,
+        (
+            *_loads,
+            served("output tokens/s: Chairlift", OURS),
+            *_peers,
+            figures(f"first token, s: {_WHOSE}", _each.format("ttft_ms"), ".2f", factor=1e-3),
+            figures(f"between tokens, ms: {_WHOSE}", _each.format("itl_ms")),
+        ),
+    ),
+    Table(
+        PERFORMANCE,
+        "stream-cost",
+        Source("http-cost-135m-bf16-epyc-avx512-2-cores"),
+        at("cases"),
+        (
+            figures("streams at once", "requests"),
+            percent("read as they come, median of rounds", "cost"),
+            percent("the fastest round", "cost_of_fastest"),
+            percent("read at the end, median", "unread_cost"),
+            percent("the fastest round", "unread_cost_of_fastest"),
+        ),
+    ),
     Table(
         PERFORMANCE,
         "loading",

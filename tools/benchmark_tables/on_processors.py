@@ -1,6 +1,6 @@
 """The tables of README and docs/speed.md that were measured on processors."""
 
-from .cells import OURS, ceiling, chosen, commit, figures, rate, requests, text, workload
+from .cells import OURS, ceiling, chosen, commit, figures, rate, text, workload
 from .records import formats, levels, trials, trials_of_runs
 from .source import Source, level_name
 from .table import Column, Table
@@ -28,26 +28,6 @@ def _levels(mark: str, name: str, wanted: tuple[str, ...], *shown: str) -> Table
 
 
 TABLES = (
-    Table(
-        README,
-        "engines",
-        AMX_135M,
-        trials("1x128+128", "8x128+128", "32x128+128"),
-        (
-            requests,
-            rate("Chairlift", OURS, mark="**"),
-            _openvino,
-            _vllm,
-            rate("transformers `generate`", "transformers", OURS),
-        ),
-    ),
-    Table(
-        README,
-        "llama-cpp",
-        LLAMA_CPP,
-        trials_of_runs,
-        (requests, rate("Chairlift", "ours-q4_0", mark="**"), rate("llama.cpp", "llama-q4_0", "ours-q4_0")),
-    ),
     Table(README, "formats", FORMATS, formats, _by_format),
     Table(
         SPEED,

@@ -141,3 +141,23 @@ def of_kind(kind: str) -> Records:
 def with_target(data: Any) -> Sequence[Any]:
     """The rows of the table of `gpu.py` whose share has a target, without the contest."""
     return [row for row in data["table"] if row["target"] is not None and "transformers" not in row["what"]]
+
+
+_TOKENS_OF_USER = 32
+
+
+def played(data: Any) -> Sequence[Any]:
+    """Returns the cells of the runs of `evaluation.py`: a load with a number of users, and each server's figures.
+
+    Without those in which a server hardly came to answer: it wrote fewer than 32 tokens for each user until the limit.
+    """
+    found: dict[Any, Any] = {}
+    for run in data.values():
+        for result in run["results"]:
+            lengths = run["settings"]["loads"][result["load"]]
+            named = {"load": result["load"], "lengths": lengths, "users": result["users"], "servers": {}}
+            cell = found.setdefault((result["load"], result["users"]), named)
+            cell["servers"][result["server"]] = result
+            tokens = result["output_tokens_per_s"] * run["settings"]["limit_s"] / result["users"]
+            cell["answers"] = cell.get("answers", True) and tokens >= _TOKENS_OF_USER
+    return [cell for cell in found.values() if cell["answers"]]

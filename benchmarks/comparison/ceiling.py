@@ -68,16 +68,6 @@ class Rates:
     flops_per_second: float  # products of matrices, in the number format of the weights
 
 
-def _inner_size(fields: Mapping[str, Any]) -> int:
-    """Returns an MLP's width. LFM2 takes two thirds of what its config says, in whole multiples."""
-    size: int = fields["intermediate_size"]
-    if fields.get("block_auto_adjust_ff_dim"):
-        multiple = fields["block_multiple_of"]
-        size = int(fields.get("block_ffn_dim_multiplier", 1) * int(2 * size / 3))
-        size = -(-size // multiple) * multiple
-    return size
-
-
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One run through the layers."""
@@ -131,6 +121,16 @@ class Recurrence:
         return cls(num_layers, hidden * (inputs + values), num_states=num_heads * key_dim * head_dim)
 
 
+def _inner_size(fields: Mapping[str, Any]) -> int:
+    """Returns an MLP's width. LFM2 takes two thirds of what its config says, in whole multiples."""
+    size: int = fields["intermediate_size"]
+    if fields.get("block_auto_adjust_ff_dim"):
+        multiple = fields["block_multiple_of"]
+        size = int(fields.get("block_ffn_dim_multiplier", 1) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a Llama, of one with experts or recurrent layers, and the bytes of one weight and cached number."""
@@ -173,7 +173,7 @@ class ModelShape:
 
     @property
     def num_attending(self) -> int:
-        """Layers that have keys and values."""
+        """Counts the layers that have keys and values."""
         return self.num_layers - (0 if self.recurrence is None else self.recurrence.num_layers)
 
     @property
@@ -207,17 +207,17 @@ class ModelShape:
 
     @property
     def num_states(self) -> int:
-        """Numbers of a request's states in all layers."""
+        """Counts the numbers of a request's states in all layers."""
         return 0 if self.recurrence is None else self.recurrence.num_layers * self.recurrence.num_states
 
     @property
     def token_flops(self) -> int:
-        """FLOPs of one token in all layers, but for its attention to others."""
+        """Counts the FLOPs of one token in all layers, but for its attention to others."""
         return 2 * self.num_layer_weights + _STATE_FLOPS * self.num_states
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a decode step moves of a request's states: it reads them and writes them."""
+        """Counts what a decode step moves of a request's states, which it reads and writes."""
         return 2 * _STATE_BYTES * self.num_states
 
     def read_bytes(self, num_tokens: int) -> int:

@@ -84,7 +84,7 @@ template <class T> struct AttentionMemory {
         AttentionScratch<T> s;
         const int64_t dim = most_head_dim, heads = most_heads;
         const int64_t rows = heads * LANES > QUERIES_AT_ONCE ? heads * LANES : QUERIES_AT_ONCE;
-        s.queries = arena.allocate<T>(heads * LANES * dim);
+        s.queries = arena.allocate<typename Multiplied<T>::type>(heads * LANES * dim);
         s.keys = arena.allocate<T>(CHUNK * dim);
         s.values = arena.allocate<T>(CHUNK * heads * dim);
         s.weights = arena.allocate<T>(rows * CHUNK);

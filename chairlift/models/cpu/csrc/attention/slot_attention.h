@@ -34,12 +34,9 @@ template <class T> struct SlotAttention {
                                                    int32_t((task.first_query + q) / list.heads_per_kv_head)
                                              : INT32_MAX;
         const Queries<T> own = queries_of(task, limits);
-        for (int i = 0; i < task.num_heads; i++) {
-            if (task.num_queries <= FEW)
-                pack_columns(own.data + i * own.head_stride, dim, task.num_queries, LANES, int(dim),
-                             scratch.queries + i * LANES * dim);
-            if (task.split < 0) start_merging(scratch.merged[i], task.num_queries, int(dim));
-        }
+        prepare_few(scratch, own, task.num_heads, int(dim));
+        for (int i = 0; task.split < 0 && i < task.num_heads; i++)
+            start_merging(scratch.merged[i], task.num_queries, int(dim));
         // All rows read a common prefix from one slot, so that it stays in the caches from row to row.
         const int num_common = batch.common_slots ? batch.common_lengths[task.row] : 0;
         const KvView<T> slot = view_of(task, batch.slots[task.row]);
@@ -76,8 +73,7 @@ template <class T> struct SlotAttention {
         const int64_t start = slot * group.slot_stride + block.plane * group.plane_stride;
         const T* keys = static_cast<const T*>(group.blocks) + start + task.head * block.head_stride();
         const int64_t value_offset = block.num_common ? block.head_dim - block.num_common : group.value_offset;
-        return {keys, keys + value_offset, group.token_stride, task.num_heads, int(block.head_dim),
-                block.num_common != 0};
+        return {keys, keys + value_offset, group.token_stride, task.num_heads, int(block.head_dim)};
     }
 
     SoftmaxState state(const Task& task, int64_t chunk, int64_t head) const {

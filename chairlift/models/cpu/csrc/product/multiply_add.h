@@ -84,3 +84,20 @@ INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const RowPointers<bf16, RO
     }
 }
 #endif
+
+// What numbers are multiplied as: bfloat16 widened, unless the processor multiplies it.
+template <class T> struct Multiplied { typedef T type; };
+#if !defined(CHAIRLIFT_MULTIPLIES_BF16)
+template <> struct Multiplied<bf16> { typedef float type; };
+#endif
+
+// The first `count` numbers, a multiple of 16, as they are multiplied: in `to` if they are not so already.
+INLINE const float* multiplied(const float* numbers, int64_t, float*) { return numbers; }
+#if defined(CHAIRLIFT_MULTIPLIES_BF16)
+INLINE const bf16* multiplied(const bf16* numbers, int64_t, bf16*) { return numbers; }
+#else
+INLINE const float* multiplied(const bf16* numbers, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; k += LANES) store16(to + k, load16(numbers + k));
+    return to;
+}
+#endif

@@ -126,6 +126,29 @@ INLINE f32x16 cap16(f32x16 x, float cap) {
 
 // 16 x 16 words, rows to columns: blocks of 8, 4, 2 and 1 change places.
 template <int WIDTH = LANES / 2> INLINE void transpose16(u32x16 (&m)[LANES]) {
+#if defined(__AVX512F__)
+    // Blocks of 1 and 2 first, by instructions that need no registers for the order and leave what they read.
+    __m512i two[LANES], four[LANES], eight[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        const __m512i a = bit_cast<__m512i>(m[i]), b = bit_cast<__m512i>(m[i + 1]);
+        two[i] = _mm512_unpacklo_epi32(a, b), two[i + 1] = _mm512_unpackhi_epi32(a, b);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm512_unpacklo_epi64(two[i + j], two[i + j + 2]);
+            four[i + 2 * j + 1] = _mm512_unpackhi_epi64(two[i + j], two[i + j + 2]);
+        }
+    constexpr int EVEN = 0x88, ODD = 0xdd;  // of both registers' quarters
+    for (int i = 0; i < LANES; i += 8)
+        for (int j = i; j < i + 4; j++) {
+            eight[j] = _mm512_shuffle_i32x4(four[j], four[j + 4], EVEN);
+            eight[j + 4] = _mm512_shuffle_i32x4(four[j], four[j + 4], ODD);
+        }
+    for (int i = 0; i < LANES / 2; i++) {
+        m[i] = bit_cast<u32x16>(_mm512_shuffle_i32x4(eight[i], eight[i + 8], EVEN));
+        m[i + 8] = bit_cast<u32x16>(_mm512_shuffle_i32x4(eight[i], eight[i + 8], ODD));
+    }
+#else
     for (int i = 0; i < LANES; i++) {
         if (i & WIDTH) continue;
         const u32x16 a = m[i], b = m[i | WIDTH];
@@ -133,6 +156,7 @@ template <int WIDTH = LANES / 2> INLINE void transpose16(u32x16 (&m)[LANES]) {
         m[i | WIDTH] = exchange<WIDTH, true>(a, b);
     }
     if constexpr (WIDTH > 1) transpose16<WIDTH / 2>(m);
+#endif
 }
 
 // 16 vectors -> lane i is all of vector i's lanes, combined two by two: those 8 apart, then 4, 2 and 1.

@@ -25,7 +25,8 @@ def test_every_state_of_a_small_scope_is_sound(scope: Scope) -> None:
     assert found.longest_way <= MOST_STEPS
 
 
-_FURTHER = tuple(scope for scope in (*FULL, *STATES, *DISKS) if scope not in _SMALLEST)
+_COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS, SHORT)
+_FURTHER = tuple(scope for scope in (*FULL, *STATES, *DISKS) if scope not in (*_SMALLEST, *_COMPARED))
 
 
 @pytest.mark.slow
@@ -36,10 +37,10 @@ def test_every_state_of_a_further_scope_is_sound(scope: Scope) -> None:
     assert found.longest_way <= MOST_STEPS
 
 
-_COMPARED = (GUESSES, MEMORY, SALTS, JUNCTIONS, REPLAYS, SHORT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", _COMPARED, ids=names(_COMPARED))
-def test_equal_states_lead_to_equal_states(scope: Scope) -> None:
-    assert search(scope, compare_every=4).num_compared >= 50
+def test_every_state_is_sound_and_equal_states_lead_to_equal_states(scope: Scope) -> None:
+    found = search(scope, compare_every=4)
+    assert found.is_complete
+    assert found.longest_way <= MOST_STEPS
+    assert found.num_compared >= 50

@@ -19,7 +19,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.cpu.packing import LANES
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight
-from tests.models.cpu import support
+from tests.models.cpu import support, test_toolchains
 from tests.models.cpu.standalone import compile_sanitized, kernels_of, need
 from tests.support.forward_bench import NUM_SLOTS, Row, random_tokens
 from tests.support.shapes import Positions
@@ -141,6 +141,12 @@ def computed(number: int, isa: str | None) -> list[torch.Tensor]:
 def test_most_models_have_logits_that_are_numbers() -> None:
     counts = [sum(bool(row.isfinite().any()) for row in computed(number, None)) for number in range(NUM_MODELS)]
     assert sum(count > 0 for count in counts) > NUM_MODELS // 3
+
+
+def test_sanitizers_find_nothing_with_usual_weights(program: str) -> None:
+    expected = test_toolchains.computed(ISA)
+    with kernels_of(program):
+        assert all(map(torch.equal, test_toolchains.computed(), expected))
 
 
 @pytest.mark.parametrize("number", range(NUM_MODELS + NUM_RECURRENT))

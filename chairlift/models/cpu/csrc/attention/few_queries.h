@@ -165,10 +165,10 @@ static void attend_in_vectors(const AttentionScratch<T>& scratch, const Queries<
 template <int MOST, class T>
 INLINE void attend_few(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
                        const Chunk& chunk, const SoftmaxState* states) {
-    if (HAS_TILES<T> || queries.count > MOST)
-        attend_packed(scratch, queries, view, chunk, states);
-    else if (queries.count == MOST)
-        attend_in_vectors<MOST>(scratch, queries, view, chunk, states);
-    else if constexpr (MOST > 1)
-        attend_few<MOST - 1>(scratch, queries, view, chunk, states);
+    if constexpr (!HAS_TILES<T>) {
+        if (queries.count == MOST) return attend_in_vectors<MOST>(scratch, queries, view, chunk, states);
+        if constexpr (MOST > 1)
+            if (queries.count < MOST) return attend_few<MOST - 1>(scratch, queries, view, chunk, states);
+    }
+    attend_packed(scratch, queries, view, chunk, states);
 }

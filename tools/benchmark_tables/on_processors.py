@@ -9,6 +9,7 @@ README, SPEED = "README.md", "docs/speed.md"
 AMX_135M = Source("compare-135m-bf16-xeon-amx-2-cores")
 LLAMA_CPP = Source("compare-llama-cpp-135m-xeon-avx512-2-cores", labels="quantized")
 FORMATS = Source("formats-smollm2-avx512-vnni-xeon-2-cores")
+FORMATS_EPYC = Source("formats-smollm2-epyc-avx512-2-cores")
 
 _FORMATS = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4", "file": "its own GGUF file, Q4_1"}
 _names = chosen("format", "name", _FORMATS)
@@ -28,7 +29,7 @@ def _levels(mark: str, name: str, wanted: tuple[str, ...], *shown: str) -> Table
 
 
 TABLES = (
-    Table(README, "formats", FORMATS, formats, _by_format),
+    Table(README, "formats", FORMATS_EPYC, formats, _by_format),
     Table(
         SPEED,
         "135m-amx",
@@ -136,12 +137,12 @@ TABLES = (
     _levels(
         "levels-1b", "formats-1b-xeon-avx512-2-cores", ("avx2", "avx512", "avx512_vnni"), *("bfloat16", "int8", "int4")
     ),
-    Table(SPEED, "formats-epyc", Source("formats-smollm2-epyc-avx512-2-cores"), formats, (*_by_format, _memory)),
+    Table(SPEED, "formats-epyc", FORMATS_EPYC, formats, (*_by_format, _memory)),
     Table(
         SPEED,
         "135m-epyc",
         Source("compare-135m-bf16-int8-int4-epyc-avx512-2-cores"),
-        trials(is_with_start=True),
+        trials(),
         (
             workload(),
             _three[0],

@@ -123,15 +123,21 @@ class Client:
         return Figures.of(json.loads(report.read_text(encoding="utf-8")))
 
     def command(self, url: str, cell: Cell, report: Path) -> list[str]:
-        """Makes guidellm's command line. Prompts differ from each other, and are the same for all servers."""
+        """Makes guidellm's command line. Prompts differ from each other, and are the same for all servers.
+
+        They are made before the first is sent: guidellm goes on making thousands more otherwise, and takes one of the
+        processor's cores from the server until the cell ends.
+        """
         lengths = f"prompt_tokens={cell.prompt_tokens},output_tokens={cell.output_tokens}"
+        num_requests = self.requests_per_user * cell.users
         return [
             *(str(self.program), "run", "--disable-console"),
             *("--backend", f"kind=openai_http,target={url},request_format=/v1/completions"),
             *("--tokenizer", f"kind=huggingface_auto,model={self.model}"),
             *("--data", f"kind=synthetic_text,{lengths}"),
+            *("--data-loader", f"kind=pytorch,samples={num_requests}"),
             *("--profile", f"kind=concurrent,streams={cell.users}"),
-            *("--constraint", f"kind=max_requests,count={self.requests_per_user * cell.users}"),
+            *("--constraint", f"kind=max_requests,count={num_requests}"),
             *("--constraint", f"kind=max_duration,seconds={self.limit_s:g}"),
             *("--output", f"kind=json,path={report}"),
         ]

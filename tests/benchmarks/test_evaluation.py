@@ -75,6 +75,7 @@ def test_guidellm_plays_a_cell_and_its_report_is_read(tmp_path: Path) -> None:
     command = " ".join(client.command(host.url, Cell("rag", 8), tmp_path / "report.json"))
     for part in ("prompt_tokens=7680,output_tokens=512", "streams=8", "count=16", "seconds=30", "/v1/completions"):
         assert part in command
+    assert "samples=16" in command, "prompts are made while the server is measured, by one of its cores"
     program.write_text("#!/bin/sh\necho it has no tokenizer >&2; exit 1\n")
     with pytest.raises(RuntimeError, match="guidellm failed at chairlift: it has no tokenizer"):
         client.play(host, Cell("chat", 1))

@@ -46,7 +46,7 @@ static void attend_chunk(const AttentionScratch<T>& scratch, const Queries<T>& q
                          const Chunk& chunk, const SoftmaxState* results) {
     const int dim = view.head_dim, end = chunk.first + chunk.count;
     if (queries.count <= LANES) {
-        attend_few<FEW>(scratch, queries, view, chunk, results ? results : scratch.chunk);
+        attend_few(scratch, queries, view, chunk, results ? results : scratch.chunk);
         for (int head = 0; !results && head < view.num_heads; head++)
             merge(scratch.merged[head], scratch.chunk[head], queries.count, dim);
         return;

@@ -10,18 +10,35 @@
 
 static_assert(KEYS_PADDING % KEYS_AT_ONCE == 0, "values are packed up to a multiple of KEYS_PADDING");
 
-// The queries of a task as they are multiplied, where these are not those that are there: on tiles a panel, and widened
-// where the processor does not multiply bfloat16.
+// Queries for which nothing is packed in vectors: most models have 1 to 8 query heads to a key/value head. More than FEW
+// are multiplied as if they were so many, since an instance for each number would take long to compile. Registers of 256
+// bits are too small for it.
+#if defined(__AVX512F__)
+constexpr int MOST_IN_VECTORS = 8;
+#else
+constexpr int MOST_IN_VECTORS = FEW;
+#endif
+template <class T> constexpr int MOST_UNPACKED = HAS_TILES<T> ? FEW : MOST_IN_VECTORS;
+
+template <class T> INLINE bool are_read_in_place(const Queries<T>& queries) {
+    return std::is_same_v<typename Multiplied<T>::type, T> && queries.count <= FEW;
+}
+
+// The queries of a task as they are multiplied, where these are not those that are there: on tiles a panel, in vectors
+// copies of more than FEW, and wide ones where the processor does not multiply bfloat16.
 template <class T>
 static void prepare_few(const AttentionScratch<T>& scratch, const Queries<T>& queries, int num_heads, int dim) {
-    if (queries.count > FEW) return;
+    const int count = queries.count;
+    if (count > MOST_UNPACKED<T> || (!HAS_TILES<T> && are_read_in_place(queries))) return;
     for (int head = 0; head < num_heads; head++) {
         const T* from = queries.data + head * queries.head_stride;
         auto* to = scratch.queries + head * LANES * dim;
         if constexpr (HAS_TILES<T>)
-            pack_columns(from, dim, queries.count, LANES, dim, to);
+            pack_columns(from, dim, count, LANES, dim, to);
+        else if constexpr (std::is_same_v<typename Multiplied<T>::type, T>)
+            std::memcpy((void*)to, from, count * dim * sizeof(T));
         else
-            multiplied(from, queries.count * dim, to);
+            multiplied(from, count * dim, to);
     }
 }
 
@@ -30,12 +47,12 @@ template <class T>
 INLINE const typename Multiplied<T>::type* rows_of(const AttentionScratch<T>& scratch, const Queries<T>& queries,
                                                    int head, int dim) {
     if constexpr (std::is_same_v<typename Multiplied<T>::type, T>)
-        return queries.data + head * queries.head_stride;
-    else
-        return scratch.queries + head * LANES * dim;
+        if (are_read_in_place(queries)) return queries.data + head * queries.head_stride;
+    return scratch.queries + head * LANES * dim;
 }
 
-// On tiles, or for more queries than FEW. Tiles multiply the keys as they are, a row for each and a column for each query.
+// On tiles, or for more queries than MOST_IN_VECTORS. Tiles multiply the keys of at most FEW queries as they are, a row
+// for each and a column for each query.
 template <class T>
 static void attend_packed(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
                           const Chunk& chunk, const SoftmaxState* states) {
@@ -130,7 +147,7 @@ static void weigh_values(const A* weights, const T* values, int64_t stride, int 
         for (int p = 0; p < PANELS; p++) store16(output + q * dim + p * LANES, sum[q][p]);
 }
 
-// In vectors: COUNT queries of each head.
+// In vectors: at most COUNT queries of each head. What comes out for those that are not there is read by nobody.
 template <int COUNT, class T>
 static void attend_in_vectors(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
                               const Chunk& chunk, const SoftmaxState* states) {
@@ -145,30 +162,39 @@ static void attend_in_vectors(const AttentionScratch<T>& scratch, const Queries<
         }
     for (int head = 0; head < view.num_heads; head++) {
         const SoftmaxState& state = states[head];
-        softmax(scratch.scores + head * LANES * CHUNK, chunk.count, queries.mask, queries.cap, chunk.first, COUNT,
+        softmax(scratch.scores + head * LANES * CHUNK, chunk.count, queries.mask, queries.cap, chunk.first, queries.count,
                 scratch.weights, state.maximum, state.sum);
         A wide[std::is_same_v<A, T> ? 1 : COUNT * CHUNK];
         const A* weights = multiplied(scratch.weights, COUNT * CHUNK, wide);
-        constexpr int WIDE = 4 * LANES, NARROW = 2 * LANES;
+        constexpr int WIDE = (COUNT > 4 ? 2 : 4) * LANES, NARROW = 2 * LANES;  // so that all sums are in registers
         const auto weigh = [&](int d, auto panels) {
             weigh_values<COUNT, panels>(weights, values + head * dim + d, view.stride, chunk.count, depth,
                                         state.output + d, dim);
         };
         int d = 0;
-        for (; d + WIDE <= dim; d += WIDE) weigh(d, std::integral_constant<int, 4>{});
+        for (; d + WIDE <= dim; d += WIDE) weigh(d, std::integral_constant<int, WIDE / LANES>{});
         if (d + NARROW <= dim) weigh(d, std::integral_constant<int, 2>{}), d += NARROW;
         if (d < dim) weigh(d, std::integral_constant<int, 1>{});
     }
 }
 
-// For at most MOST queries in vectors, with an instance for each number.
+// In vectors, for at most MOST queries, with an instance for each number.
 template <int MOST, class T>
+INLINE void attend_unpacked(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
+                            const Chunk& chunk, const SoftmaxState* states) {
+    if constexpr (MOST > 1)
+        if (queries.count < MOST) return attend_unpacked<MOST - 1>(scratch, queries, view, chunk, states);
+    attend_in_vectors<MOST>(scratch, queries, view, chunk, states);
+}
+
+template <class T>
 INLINE void attend_few(const AttentionScratch<T>& scratch, const Queries<T>& queries, const KvView<T>& view,
                        const Chunk& chunk, const SoftmaxState* states) {
     if constexpr (!HAS_TILES<T>) {
-        if (queries.count == MOST) return attend_in_vectors<MOST>(scratch, queries, view, chunk, states);
-        if constexpr (MOST > 1)
-            if (queries.count < MOST) return attend_few<MOST - 1>(scratch, queries, view, chunk, states);
+        if (queries.count <= FEW) return attend_unpacked<FEW>(scratch, queries, view, chunk, states);
+        if constexpr (MOST_IN_VECTORS > FEW)
+            if (queries.count <= MOST_IN_VECTORS)
+                return attend_in_vectors<MOST_IN_VECTORS>(scratch, queries, view, chunk, states);
     }
     attend_packed(scratch, queries, view, chunk, states);
 }

@@ -9,7 +9,7 @@ constexpr int QUERIES_AT_ONCE = 32;  // if there are many
 constexpr int MOST_HEADS = 8;        // key/value heads of a task; more than one only with at most 16 queries
 
 template <class T> struct AttentionScratch {
-    typename Multiplied<T>::type* queries;  // by head, if they are few and not multiplied as they are: see prepare_few
+    typename Multiplied<T>::type* queries;  // by head, [16][head_dim], if they are few and not read in place: see prepare_few
     T* keys;        // panels of 16 keys, [CHUNK / 16][head_dim / Pack][16][Pack]
     T* values;      // panels of 16 elements: [heads * head_dim / 16][CHUNK / Pack][16][Pack]
     T* weights;     // few queries: by head, [16][CHUNK]; many: [QUERIES_AT_ONCE][CHUNK]

@@ -47,7 +47,11 @@ def _gains(mark: str, source: Source, *kinds: str) -> Table:
     return Table(SPECULATION, mark, source, gains, columns)
 
 
-_EVALUATION = Source("evaluation-qwen3-0.6b-epyc-avx512-2-cores")
+_EVALUATIONS = {
+    "evaluation": Source("evaluation-qwen3-0.6b-epyc-avx512-2-cores"),
+    "evaluation-tinyllama": Source("evaluation-tinyllama-1.1b-epyc-avx512-2-cores"),
+    "evaluation-1b": Source("evaluation-llama-3.2-1b-epyc-avx512-2-cores"),
+}
 _peers = (served("vLLM", "vllm", OURS), served("llama.cpp", "llama.cpp", OURS))
 _loads = (
     text("load", "load"),
@@ -57,6 +61,14 @@ _loads = (
 _each = "servers/chairlift/{0},servers/vllm/{0},servers/llama.cpp/{0}"
 _WHOSE = "Chairlift, vLLM, llama.cpp"
 
+_latencies = (
+    *_loads,
+    served("output tokens/s: Chairlift", OURS),
+    *_peers,
+    figures(f"first token, s: {_WHOSE}", _each.format("ttft_ms"), ".2f", factor=1e-3),
+    figures(f"between tokens, ms: {_WHOSE}", _each.format("itl_ms")),
+)
+
 _files = {"qwen.gguf": "Qwen2.5-0.5B", "gemma.gguf": "Gemma 3 270M"}
 
 
@@ -65,20 +77,14 @@ def _seconds(head: str, part: str) -> Column:
 
 
 TABLES = (
-    Table(README, "evaluation", _EVALUATION, played, (*_loads, served("Chairlift", OURS, mark="**"), *_peers)),
     Table(
-        SPEED,
+        README,
         "evaluation",
-        _EVALUATION,
+        _EVALUATIONS["evaluation"],
         played,
-        (
-            *_loads,
-            served("output tokens/s: Chairlift", OURS),
-            *_peers,
-            figures(f"first token, s: {_WHOSE}", _each.format("ttft_ms"), ".2f", factor=1e-3),
-            figures(f"between tokens, ms: {_WHOSE}", _each.format("itl_ms")),
-        ),
+        (*_loads, served("Chairlift", OURS, mark="**"), *_peers),
     ),
+    *(Table(SPEED, mark, source, played, _latencies) for mark, source in _EVALUATIONS.items()),
     Table(
         PERFORMANCE,
         "stream-cost",

@@ -51,6 +51,7 @@ _EVALUATIONS = {
     "evaluation": Source("evaluation-qwen3-0.6b-epyc-avx512-2-cores"),
     "evaluation-tinyllama": Source("evaluation-tinyllama-1.1b-epyc-avx512-2-cores"),
     "evaluation-1b": Source("evaluation-llama-3.2-1b-epyc-avx512-2-cores"),
+    "evaluation-granite": Source("evaluation-granite-3.2-2b-epyc-avx512-2-cores"),
 }
 _peers = (served("vLLM", "vllm", OURS), served("llama.cpp", "llama.cpp", OURS))
 _loads = (

@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 EXTRAS := test,bench
 MODEL ?= smollm2
 
+# Bytecode is written, though the environment may say that it should not be: pip makes none here, and without it every
+# process compiles again what it imports, torch and its tests among them, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 # What is installed, in this order; a file for each that is as new as what it was made from.
 TORCH := $(VENV)/.torch
 SERVING := $(VENV)/.serving
@@ -51,13 +55,11 @@ kernels:
 	@$(PYTHON) tools/compile_kernels.py
 
 bytecode: $(TORCH)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import torch'
+	@$(BIN)/python -W ignore -c 'import torch'
 
-# The first start writes the bytecode of what it imports, even where the environment says that Python should not: a
-# later start compiles it otherwise, each time for seconds.
 serve: ## serve SmolLM2 on http://127.0.0.1:8000 (MODEL=bundled: a toy; MODEL=path-or-hub-id; ARGS="--port 9000 ...")
 	@$(MAKE) --no-print-directory --jobs 2 $(SERVING) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2)) kernels bytecode
-	PYTHONDONTWRITEBYTECODE= $(BIN)/chairlift serve $(if $(findstring --model,$(ARGS)),,$(MODEL)) $(ARGS)
+	$(BIN)/chairlift serve $(if $(findstring --model,$(ARGS)),,$(MODEL)) $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n 2 --dist loadfile

@@ -1,8 +1,9 @@
 """Measures the road: runs the traced chat, with native code that counts its own lines.
 
-The native code is compiled for this run with g++'s coverage, and gcov reads the counts that the process left. They are
-of the process's whole life, in which little else than two chats uses native code; what loads weights is left out.
-Machines with AMX use the level below it, so that all machines run the same files.
+The native code is compiled for this run with g++'s coverage, and without optimisation, which would leave lines out that
+run; gcov reads the counts that the process left. They are of the process's whole life, in which little else than two
+chats uses native code; what loads weights is left out. Machines with AMX use the level below it, so that all machines
+run the same files.
 """
 
 import json
@@ -40,9 +41,12 @@ def measure() -> Lines:
     """Runs the traced chat in a process of its own; returns the lines of Python and of native code that ran."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        written = scratch / "lines.json"
+        written, compiler = scratch / "lines.json", scratch / "compiler"
+        counting = f"--coverage -fprofile-update=atomic -dumpdir {scratch}/ -O0"
+        compiler.write_text(f'#!/bin/sh\nexec {_COMPILER} "$@" {counting}\n')  # the last -O counts
+        compiler.chmod(0o700)
         own = {
-            COMPILER_VARIABLE: f"{_COMPILER} --coverage -fprofile-update=atomic -dumpdir {scratch}/",
+            COMPILER_VARIABLE: str(compiler),
             CACHE_VARIABLE: f"{scratch}/kernels",
             LEVEL_VARIABLE: _levels()[0],
             "PYTHONPATH": str(_PACKAGE.parent),

@@ -73,6 +73,11 @@ class ModelShape:
         return [block.head_dim for block in self.attention_blocks.values()]
 
     @property
+    def projected_head_dims(self) -> list[int]:
+        """Returns likewise the size of the heads that a product makes, which latent attention multiplies again."""
+        return [block.projected_head_dim for block in self.attention_blocks.values()]
+
+    @property
     def rope_tables(self) -> set[RopeTable]:
         """The rotary tables that its layers read."""
         return {block.table for block in self.attention_blocks.values() if block.table is not None}

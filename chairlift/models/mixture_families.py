@@ -1,9 +1,16 @@
 """Says how the architectures with mixtures of experts differ from a plain decoder, in a table."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 from chairlift.models.blocks import Activation, AlternatingExperts, QKNorm, StackedExperts, TensorNames
 from chairlift.models.family import ATTENTION_BIAS, MULTIPLIERS, Family
+from chairlift.models.latents import (
+    read_deepseek_v2_layers,
+    read_deepseek_v3_layers,
+    read_glm4_moe_lite_layers,
+    read_youtu_layers,
+)
 from chairlift.models.mixers import read_gated_delta_net, read_gated_short_conv
 from chairlift.models.mixtures import (
     read_ernie4_5_moe,
@@ -30,6 +37,7 @@ _OF_DEEPSEEK = TensorNames(
         ("shared_mlp.", "mlp.shared_experts."),
     )
 )
+_LATENT = replace(_OF_DEEPSEEK, rotates_neighbours=True)
 GRANITE_SPELLINGS = (("experts.router", "block_sparse_moe.router.layer"), ("experts.", "block_sparse_moe."))
 GRANITE_STACKED = StackedExperts("block_sparse_moe.", "input_linear.weight", "output_linear.weight")
 
@@ -147,6 +155,10 @@ MIXTURE_FAMILIES = {
         mixtures=read_glm4_moe,
         names=_OF_DEEPSEEK,
     ),
+    "DeepseekV2ForCausalLM": Family("DeepseekV2Config", layers=read_deepseek_v2_layers, names=_LATENT),
+    "DeepseekV3ForCausalLM": Family("DeepseekV3Config", layers=read_deepseek_v3_layers, names=_LATENT),
+    "Glm4MoeLiteForCausalLM": Family("Glm4MoeLiteConfig", layers=read_glm4_moe_lite_layers, names=_LATENT),
+    "YoutuForCausalLM": Family("YoutuConfig", layers=read_youtu_layers, names=_LATENT),  # without experts
     "Dots1ForCausalLM": Family(
         "Dots1Config",
         {**ATTENTION_BIAS, "qk_norm": QKNorm.HEAD},

@@ -102,11 +102,38 @@ def read_glm4_moe(config: Any) -> list[Layer]:
         num_groups=config.n_group,
         num_chosen_groups=config.topk_group,
     )
-    blocks: tuple[Block, ...] = (_experts(config, router, config.moe_intermediate_size),)
-    if config.n_shared_experts:
-        size = _size(config, "n_shared_experts") * config.moe_intermediate_size
-        blocks += (SharedMLPBlock(intermediate_size=size, activation=read_activation(config)),)
-    return _after_dense(config, config.first_k_dense_replace, blocks)
+    return _after_dense(config, config.first_k_dense_replace, _with_shared(config, router))
+
+
+def _with_shared(config: Any, router: Router) -> Layer:
+    """Experts, and a shared one beside them if there is any."""
+    experts = _experts(config, router, config.moe_intermediate_size)
+    if not config.n_shared_experts:
+        return (experts,)
+    size = _size(config, "n_shared_experts") * config.moe_intermediate_size
+    return (experts, SharedMLPBlock(intermediate_size=size, activation=read_activation(config)))
+
+
+def read_glm4_moe_lite(config: Any) -> list[Layer]:
+    """As GLM-4.5, and a list says which layers are dense."""
+    config.first_k_dense_replace, kinds = 0, config.mlp_layer_types
+    if not isinstance(kinds, list) or len(kinds) != config.num_hidden_layers or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError('mlp_layer_types must say of each layer whether it is "dense" or "sparse"')
+    return [() if kind == "dense" else layer for kind, layer in zip(kinds, read_glm4_moe(config), strict=True)]
+
+
+def read_deepseek_v2(config: Any) -> list[Layer]:
+    """The first layers are dense; scores are a softmax, and weights are not normalised."""
+    groups = {}
+    match config.topk_method:
+        case "greedy":
+            pass
+        case "group_limited_greedy":
+            groups = {"num_groups": config.n_group, "num_chosen_groups": config.topk_group, "num_scored_of_group": 1}
+        case other:
+            raise CheckpointError(f"topk_method {shown(other)} is not supported, only greedy and group_limited_greedy")
+    router = _router(config, is_normalised=False, scale=_positive(config, "routed_scaling_factor"), **groups)
+    return _after_dense(config, config.first_k_dense_replace, _with_shared(config, router))
 
 
 def read_ernie4_5_moe(config: Any) -> list[Layer]:

@@ -21,6 +21,7 @@ from chairlift.models.blocks.dense_mlp import Activation, DenseMLPBlock, GatedML
 from chairlift.models.blocks.ends import EMBEDDING, weights_of_ends
 from chairlift.models.blocks.experts import ClampedSwiGLU, Experts, ExpertsBlock, StackedLinear
 from chairlift.models.blocks.head_orders import head_order
+from chairlift.models.blocks.latent_attention import LatentAttentionBlock
 from chairlift.models.blocks.layer import DecoderLayer, Norms, PackedSublayer, Residual, weights_of_layer
 from chairlift.models.blocks.names import AS_LLAMA, AlternatingExperts, StackedExperts, TensorNames
 from chairlift.models.blocks.parallel_mlps import ParallelExpertsBlock, ParallelMLPBlock
@@ -51,6 +52,7 @@ __all__ = [
     "Experts",
     "ExpertsBlock",
     "GatedMLP",
+    "LatentAttentionBlock",
     "LaurelBlock",
     "LayerInputs",
     "LayerInputsConfig",

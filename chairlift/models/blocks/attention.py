@@ -18,7 +18,8 @@ from chairlift.models.layers import Linear, RMSNorm, UnitNorm
 from chairlift.models.rotary import RopeConfig, RopeTable, apply_rope
 
 _OWN_KEYS = "a layer whose keys and values have elements in common has keys, with a norm"
-_ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
+ALL_KEYS = 1 << 30
+"""A window that no sequence is longer than; positions minus it are 32-bit numbers."""
 
 
 class QKNorm(StrEnum):
@@ -75,6 +76,11 @@ class AttentionBlock:
         is_unknown = self.growth is not None or self.input_scale == 0.0
         has_own_values = self.source is None and not self.are_keys_values
         return None if is_unknown or (self.has_output_gate and not has_own_values) else "attention"
+
+    @property
+    def projected_head_dim(self) -> int:
+        """The size of a head of the product that makes queries."""
+        return self.head_dim
 
     @property
     def num_projected_heads(self) -> int:
@@ -260,7 +266,7 @@ class SelfAttention(BlockModule):
             "num_heads": block.num_heads,
             "num_kv_heads": block.num_kv_heads,
             "head_dim": block.head_dim,
-            "window": min(block.window or _ALL_KEYS, _ALL_KEYS),
+            "window": min(block.window or ALL_KEYS, ALL_KEYS),
             "are_heads_normed_as_one": block.qk_norm is QKNorm.ALL_HEADS,
             "has_output_gate": block.has_output_gate,
             "has_value_norm": block.has_value_norm,

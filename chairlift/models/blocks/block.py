@@ -60,6 +60,7 @@ class Part:
     units: tuple[Units, ...] = ()  # one after the other; none: the weight is not cut, and its parts are of one size
     rotated_head_dim: int | None = None  # of heads that are rotated, whose rows some GGUF files have in another order
     from_gguf: Arrange | None = None  # llama.cpp's tensor -> Hugging Face's; None: they are the same
+    num_still: int = 0  # elements of a rotated head before those that rotate
 
     @property
     def length(self) -> int:
@@ -227,6 +228,10 @@ class Packer(Protocol):
         `num_parts`: of equal size, each of whose rows are arranged by themselves.
         `input_scale`: a factor of the input that the code gives to the output; so the bias is divided by it, not 0.
         """
+        ...
+
+    def plain_matrix(self, weight: torch.Tensor) -> Any:
+        """`[out, in]`: of no `Linear`, and never rounded."""
         ...
 
     def norm(self, norm: RMSNorm | None, arrange: Arrange = ...) -> int | None:

@@ -181,6 +181,7 @@ class Experts(BlockModule):
             "is_normalized": router.is_normalised,
             "num_groups": router.num_groups,
             "num_chosen_groups": router.num_chosen_groups,
+            "num_scored_of_group": router.num_scored_of_group,
             "activation": _NATIVE_ACTIVATIONS.get(block.activation, _NATIVE_CLAMPED),
             "eps": router.eps,
             "scale": router.scale,

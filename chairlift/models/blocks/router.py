@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-_SCORED_OF_A_GROUP = 2  # best experts, whose scores add up to the group's
-
 
 class Scoring(StrEnum):
     """Turns a router's logits into scores: over all experts together, or of each by itself."""
@@ -35,6 +33,7 @@ class Router:
     has_choice_bias: bool = False  # scores are compared, not weighed, with a number of each expert added
     num_groups: int = 1  # of neighbours; only experts of the groups with the highest scores are chosen
     num_chosen_groups: int = 1
+    num_scored_of_group: int = 2  # best experts, whose scores add up to the group's: one or two
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_chosen <= self.num_experts:
@@ -44,8 +43,8 @@ class Router:
         size = self.num_experts // self.num_groups
         if not 1 <= self.num_chosen_groups <= self.num_groups or self.num_chosen > self.num_chosen_groups * size:
             raise ValueError(f"{self.num_chosen} experts cannot be chosen of {self.num_chosen_groups} groups of {size}")
-        if self.has_groups and size < _SCORED_OF_A_GROUP:
-            raise ValueError(f"groups of experts have {_SCORED_OF_A_GROUP} at least, not {size}")
+        if self.has_groups and size < self.num_scored_of_group:
+            raise ValueError(f"groups of experts have {self.num_scored_of_group} at least, not {size}")
 
     @property
     def has_groups(self) -> bool:
@@ -75,7 +74,12 @@ class Router:
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """The same, with minus infinity for the experts of other groups."""
         grouped = scores.view(len(scores), self.num_groups, -1)
-        best = grouped.topk(_SCORED_OF_A_GROUP, dim=-1).values.sum(dim=-1).topk(self.num_chosen_groups, dim=-1).indices
+        best = (
+            grouped.topk(self.num_scored_of_group, dim=-1)
+            .values.sum(dim=-1)
+            .topk(self.num_chosen_groups, dim=-1)
+            .indices
+        )
         is_elsewhere = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
         return grouped.masked_fill(is_elsewhere[..., None], -torch.inf).flatten(1)
 

@@ -41,7 +41,7 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
         return f"it computes in one process, and tensor_parallel_size is {num_ranks}"
     if dtype is DType.FLOAT16:
         return f"it computes in float32 or bfloat16, not {dtype}"
-    if obstacle := find_head_obstacle(model.head_dims, LANES, _MAX_HEAD_DIM):
+    if obstacle := find_head_obstacle(model.projected_head_dims, LANES, _MAX_HEAD_DIM):
         return obstacle
     if not isinstance(model, ModelConfig):
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
@@ -95,7 +95,7 @@ class CpuDecoder:
         calibration_ids: torch.Tensor | None = None,
         isa: str | None = None,
     ) -> None:
-        obstacle = find_head_obstacle(model.config.head_dims, LANES, _MAX_HEAD_DIM)
+        obstacle = find_head_obstacle(model.config.projected_head_dims, LANES, _MAX_HEAD_DIM)
         if obstacle := obstacle or _find_block_obstacle(model.config.layers):
             raise ValueError(obstacle)
         library = load_library(isa)

@@ -28,6 +28,10 @@ class AttentionBlock(ctypes.Structure):
         *((name, c_int64) for name in ("window", "are_heads_normed_as_one", "has_output_gate", "has_value_norm")),
         *((name, c_int64) for name in ("are_keys_values", "num_common", "is_query_only", "group", "plane")),
         *((name, c_double) for name in ("scale", "softcap", "input_scale", "output_scale")),
+        *((name, Matrix) for name in ("query_down", "kv_down", "key_up", "value_up")),
+        *((name, c_void_p) for name in ("query_down_norm", "kv_norm")),
+        *((name, c_int64) for name in ("still_dim", "value_dim")),
+        ("latent_eps", c_double),
     ]
 
 
@@ -47,7 +51,7 @@ class ExpertsBlock(ctypes.Structure):
         *((name, Matrix) for name in ("router", "gate", "up", "down")),
         ("choice_bias", c_void_p),
         *((name, c_int64) for name in ("num_experts", "num_chosen", "intermediate", "is_sigmoid", "is_normalized")),
-        *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "activation")),
+        *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "num_scored_of_group", "activation")),
         *((name, c_double) for name in ("eps", "scale", "alpha", "limit")),
         *((name, c_void_p) for name in ("router_norm", "expert_scales")),
     ]

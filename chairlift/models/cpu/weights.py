@@ -133,6 +133,10 @@ class NativeWeights:
             input_scale=input_scale,
         )
 
+    def plain_matrix(self, weight: torch.Tensor) -> Matrix:
+        """See `Packer`."""
+        return self._place(pack(weight.detach()))
+
     def _bits_for(self, *, is_sensitive: bool, has_values: bool) -> int | None:
         """Counts the bits of a matrix of the layer that is being packed; None: it is not rounded."""
         if self._widths is None:

@@ -18,6 +18,7 @@ from chairlift.models.blocks import (
     AltUpBlock,
     AttentionBlock,
     DenseMLPBlock,
+    LatentAttentionBlock,
     LaurelBlock,
     LayerInputsConfig,
     Norms,
@@ -29,6 +30,7 @@ from chairlift.models.blocks import (
 from chairlift.models.blocks.altup import AltUp
 from chairlift.models.blocks.gated_delta_net import GatedDeltaNetBlock
 from chairlift.models.blocks.gated_short_conv import GatedShortConvBlock
+from chairlift.models.blocks.latent_attention import LatentAttention
 from chairlift.models.blocks.mamba2 import Mamba2Block
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
@@ -167,6 +169,28 @@ SHAPES = {
                 DenseMLPBlock(intermediate_size=150),
             )
             for num_heads in (4, 16)
+        ),
+    ),
+    # Latent vectors of two sizes, queries made of few features and of all, more than 16 of them to a key.
+    "latent vectors": replace(
+        BASE,
+        hidden_size=90,
+        layers=tuple(
+            (
+                LatentAttentionBlock.of(
+                    latent_dim=latent_dim,
+                    turning_dim=32,
+                    num_heads=num_heads,
+                    scale=0.1,
+                    rope=_ROPE,
+                    query_rank=query_rank,
+                    still_dim=64,
+                    value_dim=value_dim,
+                    latent_eps=1e-6,
+                ),
+                DenseMLPBlock(intermediate_size=150),
+            )
+            for latent_dim, num_heads, query_rank, value_dim in ((64, 5, 44, 48), (192, 18, None, 16))
         ),
     ),
     # Three streams of features, of which layers compute one, and gates of which only the largest count.
@@ -388,10 +412,11 @@ def quantized(model: Decoder, widths: Widths | None) -> Decoder:
 def _rounded(model: Decoder, parent: nn.Module, name: str, widths: Widths) -> torch.Tensor:
     """The numbers that the integers of one product stand for."""
     child = getattr(parent, name)
-    if isinstance(parent, SelfAttention) and child is parent.qkv_proj and parent.block.source is None:
+    has_values = isinstance(parent, SelfAttention) and name == "qkv_proj" and parent.block.source is None
+    if isinstance(parent, SelfAttention | LatentAttention) and (has_values or name == "kv_a_proj"):
         weight = quantize(child.weight, widths.values).dequantize()
         if widths.keeps_errors:
-            first = len(weight) - parent.num_kv_heads * parent.head_dim
+            first = len(weight) - parent.block.num_kv_heads * parent.block.head_dim
             lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
             weight[first:] += quantize(lost, widths.values).dequantize()
         return weight

@@ -13,7 +13,10 @@ pytestmark = needs_kernels
 
 LENGTH = 300  # tokens: three chunks of 128 keys
 SLOT = 5
-SOME_SHAPES = ["layers that differ", "like Gemma 4", "like Granite, Phi and SmolLM", "twenty heads to one"]
+SOME_SHAPES = [
+    *("layers that differ", "like Gemma 4", "like Granite, Phi and SmolLM", "twenty heads to one"),
+    "latent vectors",
+]
 WAYS = [  # to compute a sequence: on how many threads, and where it is cut
     (2, []),
     (3, list(range(64, LENGTH, 64))),

@@ -52,13 +52,27 @@ struct AttentionBlock {
     int64_t group, plane;             // where its keys and values are in the cache
     double scale, softcap;            // of scores; c: x becomes c tanh(x / c); 0: no cap
     double input_scale, output_scale;  // factors of its input, by which the bias of qkv is divided, and its output
+    // Latent attention, if there are columns of kv_down, which makes what a slot keeps of a token: a latent vector and a
+    // key that turns. Its one key/value head has the latent vector in common, and nothing else of a value. qkv makes
+    // queries alone, [still_dim + turning] of each head, of query_down's columns if it has any; key_up is each head's
+    // matrix [latent][still_dim] of the part that does not turn, value_up [value_dim][latent] of what it attends to.
+    Matrix query_down, kv_down, key_up, value_up;
+    const float *query_down_norm, *kv_norm;
+    int64_t still_dim, value_dim;
+    double latent_eps;
+
+    bool is_latent() const { return kv_down.columns != 0; }
+    int64_t turning() const { return head_dim - num_common; }
+
+    // Elements of all heads' outputs.
+    int64_t output_width() const { return num_heads * (is_latent() ? value_dim : head_dim); }
 
     // Elements from head to head of a token in the cache.
     int64_t head_stride() const { return num_common ? 2 * head_dim - num_common : head_dim; }
 
     // The place in a head of element d of a value as it is kept. Of neighbours in a vector of 32 the places are, too.
     int64_t place_of_value(int64_t d) const {
-        if (!num_common) return d;
+        if (!num_common || is_latent()) return d;
         const int64_t half = head_dim / 2, still = num_common / 2, turning = half - still;
         if (d < num_common) return d < still ? turning + d : half + turning + d - still;
         return d < num_common + turning ? d - num_common : half + d - num_common - turning;
@@ -85,7 +99,8 @@ struct ExpertsBlock {
     int64_t num_experts, num_chosen, intermediate;
     int64_t is_sigmoid;             // scores are sigmoids, or else a softmax
     int64_t is_normalized;          // weights are divided by their sum plus eps
-    int64_t num_groups, num_chosen_groups;  // experts are chosen of the groups with the best two
+    int64_t num_groups, num_chosen_groups;  // experts are chosen of the groups whose best, or best two, are the best
+    int64_t num_scored_of_group;    // 1 or 2
     int64_t activation;             // of the gate: 0 SiLU, 1 GELU (by tanh), 2 (up + 1) gate sigmoid(alpha gate)
     double eps, scale;              // scale: of weights
     double alpha, limit;            // of activation 2: gate is at most the limit, and up is within it on both sides

@@ -123,6 +123,12 @@ template <class T, class W> struct Stream {
         multiply_all(team, matrix, normed, plain, unit_panels, use);
     }
 
+    // A product of all rows of those.
+    template <class Use>
+    void multiply(Team& team, const Matrix& matrix, const InnerRows<T, W>& rows, int unit_panels, Use use) const {
+        multiply_all(team, matrix, rows.multiplied, rows.written, unit_panels, use);
+    }
+
     // One of the first products of a block -> `to` [T][columns]. `columns`: at least those of the product, padded to 16.
     // `factors`: of each column; null: all are 1.
     void keep_product(Team& team, const Matrix& matrix, float* to, int64_t columns,

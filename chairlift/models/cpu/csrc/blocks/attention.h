@@ -2,16 +2,16 @@
 // their slots.
 #pragma once
 
-#include "../attention/slot_attention.h"
-#include "../stream.h"
+#include "latent_heads.h"
 
 template <class T, class W> struct Attention {
-    static constexpr int64_t STAGES = 6;  // at most, as the counters of a Team are counted
+    static constexpr int64_t STAGES = 9;  // at most, as the counters of a Team are counted
 
     const Stream<T, W>& stream;
     const AttentionMemory<T> memory;
     const InnerRows<T, W> attended;
     float* const gates;  // of what the heads attend to, if there are any [T][width]
+    const LatentHeads<T, W> latent;
     float* const heads;  // if norms span all heads: queries, keys and values [T][columns]
 
     // With memory for each such block of a piece.
@@ -22,6 +22,7 @@ template <class T, class W> struct Attention {
                                       sublayers.most(&Sublayer::attention, [](const AttentionBlock& block) {
                                           return block.has_output_gate ? width_of(block) : 0;
                                       }))),
+          latent(s, sublayers, arena),
           heads(arena.allocate<float>(s.num_tokens *
                                       sublayers.most(&Sublayer::attention, [](const AttentionBlock& block) {
                                           return block.are_heads_normed_as_one ? block.qkv.columns : 0;
@@ -30,20 +31,30 @@ template <class T, class W> struct Attention {
     // Called before the threads start.
     void prepare() const { memory.prepare(); }
 
-    static bool reads(const AttentionBlock& block, bool plain) { return is_plain<W>(block.qkv) == plain; }
+    static bool reads(const AttentionBlock& block, bool plain) {
+        return block.is_latent() ? LatentHeads<T, W>::reads(block, plain) : is_plain<W>(block.qkv) == plain;
+    }
 
     // Called in the stage before `run`.
-    void begin(const AttentionBlock& block, int64_t t) const { rows_of(block).clear_padding(t, width_of(block)); }
+    void begin(const AttentionBlock& block, int64_t t) const {
+        if (block.is_latent()) latent.begin(block, t);
+        rows_of(block).clear_padding(t, width_of(block));
+    }
 
     void run(Team& team, const AttentionBlock& block, const Target& target) const {
         const InnerRows<T, W> rows = rows_of(block);
-        project_heads(team, block);
+        if (block.is_latent())
+            latent.project(team, block, memory.queries, [&](int64_t t) { return slot_of(block, t); });
+        else
+            project_heads(team, block);
         const SlotAttention<T> attention(block, stream.batch, memory, rows.written);
         const AttentionScratch<T> own = memory.scratch_of(team.rank);
         team.share(attention.list.count, [&](int64_t i) { attention.attend(attention.list.tasks[i], own); });
         team.wait();
         if (block.has_output_gate) gate(team, block, rows.written);
-        stream.leave(team, block.out, rows, width_of(block), target.times(block.output_scale));
+        if (block.is_latent()) latent.expand(team, block, rows.written);
+        const InnerRows<T, W> outputs = block.is_latent() ? latent.values_of(block) : rows;
+        stream.leave(team, block.out, outputs, block.output_width(), target.times(block.output_scale));
     }
 
   private:

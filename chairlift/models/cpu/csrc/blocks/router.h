@@ -112,7 +112,7 @@ struct Routing {
         return best;
     }
 
-    // Leaves out the experts of all groups but those whose two best have the largest sums.
+    // Leaves out the experts of all groups but those whose best has the largest score, or two best the largest sums.
     static void leave_groups_out(const ExpertsBlock& block, const float* x, uint8_t* out) {
         const int64_t size = block.num_experts / block.num_groups;
         std::memset(out, 1, block.num_experts);
@@ -121,11 +121,18 @@ struct Routing {
             float best_sum = 0;
             for (int64_t g = 0; g < block.num_groups; g++) {
                 if (!out[g * size]) continue;
-                const float sum = sum_of_best_two(x + g * size, size);
+                const float* own = x + g * size;
+                const float sum = block.num_scored_of_group == 1 ? best_score(own, size) : sum_of_best_two(own, size);
                 if (best < 0 || sum > best_sum) best = g, best_sum = sum;
             }
             std::memset(out + best * size, 0, size);
         }
+    }
+
+    static float best_score(const float* x, int64_t count) {
+        float best = x[0];
+        for (int64_t k = 1; k < count; k++) best = x[k] > best ? x[k] : best;
+        return best;
     }
 
     static float sum_of_best_two(const float* x, int64_t count) {

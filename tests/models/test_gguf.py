@@ -278,7 +278,7 @@ def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_all(model: Any, valid:
     [
         (
             {"general.architecture": "mamba"},
-            "architecture 'mamba' is not supported, only ernie4_5-moe, falcon-h1, gemma2, gemma3, gemma3n, gemma4",
+            "architecture 'mamba' is not supported, only deepseek2, ernie4_5-moe, falcon-h1, gemma2, gemma3, gemma3n",
         ),
         ({"llama.block_count": 3}, "it has 2 layers, and its metadata say 3"),
         ({"llama.block_count": 4_000_000_000}, "llama.block_count must be a number from 1 to 16777216, not 4000000000"),

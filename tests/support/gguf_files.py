@@ -6,7 +6,7 @@ that it reorders rows of queries and keys of some, and adds 1 to Gemma's norms.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gguf import (
 )
 from tokenizers import Tokenizer as BackendTokenizer
 
-from tests.support import gguf_gemmas, gguf_mixtures, gguf_recurrent
+from tests.support import gguf_gemmas, gguf_latents, gguf_mixtures, gguf_recurrent
 
 Kind = GGMLQuantizationType
 Array = npt.NDArray[np.float32]
@@ -43,6 +43,13 @@ _ARCHITECTURES = {
     "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
     "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
     "ministral3": MODEL_ARCH.MISTRAL3,
+}
+_KNOWN = {
+    **_ARCHITECTURES,
+    **gguf_mixtures.ARCHITECTURES,
+    **gguf_recurrent.ARCHITECTURES,
+    **gguf_gemmas.ARCHITECTURES,
+    **gguf_latents.ARCHITECTURES,
 }
 _REORDERED = (MODEL_ARCH.LLAMA, MODEL_ARCH.MISTRAL3, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE)
 _NO_PRODUCTS = ("ssm_a", "ssm_d", "ssm_norm", "conv1d", "shortconv.conv")  # which the converter keeps in F32
@@ -73,20 +80,11 @@ def write_model(
     `kind`: the type of its matrices, or types by what is in their names, of which the first counts.
     """
     config = model.config
-    known = _ARCHITECTURES | gguf_mixtures.ARCHITECTURES | gguf_recurrent.ARCHITECTURES | gguf_gemmas.ARCHITECTURES
-    architecture = known[config.model_type]
+    architecture = _KNOWN[config.model_type]
     is_recurrent = config.model_type in gguf_recurrent.ARCHITECTURES
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = new_writer(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
-    if config.model_type in gguf_gemmas.ARCHITECTURES:
-        gguf_gemmas.add_sizes(writer, config, architecture)
-    elif is_recurrent:
-        gguf_recurrent.add_sizes(writer, config, architecture)
-    else:
-        _add_sizes(writer, config, architecture)
-        _add_family(writer, config, architecture)
-        for name, factors in _rope_factors(config).items():
-            writer.add_tensor(name, np.array(factors, dtype=np.float32))
+    _add_sizes_of(writer, config, architecture)
     if gguf_mixtures.num_experts_of(config):
         gguf_mixtures.add_experts(writer, config, architecture)
     (tokenizer or (lambda each: each.add_token_list([f"t{i}" for i in range(config.vocab_size)])))(writer)
@@ -95,7 +93,7 @@ def write_model(
         if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_gemmas.is_gathered(name):
             continue
         data = weight.float().numpy()
-        if renamed := [*gguf_mixtures.converted(name, data, config), *gguf_gemmas.converted(name, data, model)]:
+        if renamed := list(_renamed(name, data, model)):
             for own_name, part in renamed:
                 stored = _kind_of(own_name, kind) if _is_matrix(own_name, part) else Kind.F32
                 writer.add_tensor(own_name, _encoded(part, stored), raw_dtype=stored)
@@ -109,6 +107,27 @@ def write_model(
             writer.add_tensor(written, _encoded(part, stored), raw_dtype=stored)
     finish(writer)
     return path
+
+
+def _add_sizes_of(writer: GGUFWriter, config: Any, architecture: MODEL_ARCH) -> None:
+    if config.model_type in gguf_gemmas.ARCHITECTURES:
+        gguf_gemmas.add_sizes(writer, config, architecture)
+    elif config.model_type in gguf_recurrent.ARCHITECTURES:
+        gguf_recurrent.add_sizes(writer, config, architecture)
+    elif config.model_type in gguf_latents.ARCHITECTURES:
+        gguf_latents.add_sizes(writer, config)
+    else:
+        _add_sizes(writer, config, architecture)
+        _add_family(writer, config, architecture)
+        for name, factors in _rope_factors(config).items():
+            writer.add_tensor(name, np.array(factors, dtype=np.float32))
+
+
+def _renamed(name: str, data: Array, model: Any) -> Iterator[tuple[str, Array]]:
+    """Yields what files have instead of a tensor, by their own names; nothing if it is the same."""
+    yield from gguf_mixtures.converted(name, data, model.config)
+    yield from gguf_gemmas.converted(name, data, model)
+    yield from gguf_latents.converted(name, data, model.config)
 
 
 def _encoded(data: Array, kind: Kind) -> npt.NDArray[Any]:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter
 
+from tests.support import gguf_latents
+
 Array = npt.NDArray[np.float32]
 
 ARCHITECTURES = {
@@ -46,7 +48,7 @@ _SHARED = re.compile(r"shared_experts?\.(gate|up|down)_proj\.weight")
 
 def num_experts_of(config: Any) -> int:
     """The experts of a layer; 0 for a model without."""
-    if config.model_type not in (*ARCHITECTURES, "granitemoehybrid"):
+    if config.model_type not in (*ARCHITECTURES, *gguf_latents.ARCHITECTURES, "granitemoehybrid"):
         return 0  # whatever its defaults say
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)

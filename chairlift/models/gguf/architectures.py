@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from chairlift.models.gguf.fields import Config, Fields
 from chairlift.models.gguf.gemmas import extend_gemma2, extend_gemma3, extend_gemma3n, extend_gemma4
 from chairlift.models.gguf.mixtures import (
+    SIGMOID,
+    extend_deepseek2,
     extend_ernie4_5_moe,
     extend_glm4_moe,
     extend_gpt_oss,
@@ -46,6 +48,7 @@ class Architecture:
     epsilons: tuple[str, ...] = (_EPSILON,)  # of norms: one of them at least, and the first counts
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     has_unlike_layers: bool = False  # counts by layer may be any
+    has_latents: bool = False  # keys and values are made of latent vectors, and the elements that rotate are a head
     extend: Extend = _as_it_is
     spellings: dict[str, str] = field(default_factory=dict)  # last parts of tensors' names: usual, and its own
 
@@ -58,6 +61,13 @@ def _family_of_llama(fields: Fields) -> str:
 
 def _family_of_mistral3(fields: Fields) -> str:
     return "Ministral3ForCausalLM" if fields.has(_GROWTH) else "MistralForCausalLM"
+
+
+def _family_of_deepseek2(fields: Fields) -> str:
+    """DeepSeek-V2's router scores experts together, V3's and GLM-4.7-Flash's each by itself; a Youtu has no experts."""
+    if not fields.has("expert_count"):
+        return "YoutuForCausalLM"
+    return f"DeepseekV{3 if fields.peek('expert_gating_func') == SIGMOID else 2}ForCausalLM"
 
 
 def _extend_mistral3(config: Config, fields: Fields) -> Config:
@@ -139,6 +149,7 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", extend=extend_glm4_moe, spellings={"ffn_norm": "post_attention_norm"}
     ),
+    "deepseek2": Architecture(_family_of_deepseek2, extend=extend_deepseek2, has_latents=True),  # as in safetensors
     "gemma3": Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=extend_gemma3),
     "gemma3n": Architecture(
         "Gemma3nForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=extend_gemma3n, has_unlike_layers=True

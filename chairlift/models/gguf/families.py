@@ -146,9 +146,12 @@ def _vocabulary_size(file: GGUFFile, fields: Fields) -> int:
 def _sizes(file: GGUFFile, fields: Fields, architecture: Architecture) -> Config:
     sizes: Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
     num_heads = sizes["num_attention_heads"]
-    head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
-    if fields.size("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError("its values have heads of another size than its keys, which is not supported")
+    if architecture.has_latents:
+        head_dim = fields.size("rope.dimension_count")
+    else:
+        head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
+        if fields.size("attention.value_length", head_dim) != head_dim:
+            raise CheckpointError("its values have heads of another size than its keys, which is not supported")
     if head_dim % 2:
         raise CheckpointError(f"its heads have {head_dim} elements, which is no even number")
     num_layers = sizes["num_hidden_layers"]
@@ -240,7 +243,7 @@ class GGUFWeights:
         if part is not None and part.from_gguf is not None:
             return part.from_gguf(tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor)
         if part is not None and part.rotated_head_dim is not None and self._architecture.is_interleaved:
-            split = partial(split_halves, head_dim=part.rotated_head_dim)
+            split = partial(split_halves, head_dim=part.rotated_head_dim, num_still=part.num_still)
             return tensor.map_rows(split) if isinstance(tensor, GroupedWeight) else split(tensor)
         if self._config.has_offset_norms and name.endswith("norm.weight") and not name.endswith(_NORM_OF_RECURRENCE):
             assert isinstance(tensor, torch.Tensor), "vectors are plain"

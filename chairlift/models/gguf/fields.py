@@ -89,6 +89,10 @@ class Fields:
             if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
                 raise CheckpointError(f"its {named(name)} ({shown(value)}) is not supported")
 
+    def peek(self, name: str) -> Any:
+        """Returns what is there without having read it; None: nothing."""
+        return self._left.get(f"{self._prefix}{name}")
+
     def any(self, name: str, default: Any) -> Any:
         value = self._left.pop(f"{self._prefix}{name}", default)
         if value is None:

@@ -1,6 +1,6 @@
 """Takes the tensors in which a GGUF file stacks the matrices of experts apart: `ffn_up_exps.weight` `[experts, ...]`
 becomes `ffn_up_exps.0.weight` and so on, which are places in the same file. `ffn_gate_up_exps` holds gates before ups.
-Those that make AltUp's streams are stacked likewise.
+Those that make AltUp's streams are stacked likewise, and those of each head in latent attention.
 """
 
 from dataclasses import replace
@@ -9,7 +9,10 @@ from chairlift.errors import CheckpointError, named
 from chairlift.models.claims import MAX_EXPERTS
 from chairlift.models.gguf.header import TensorInfo
 
-_STACKS = ("_exps.weight", "_exps.bias", "altup_proj.weight", "altup_unembd_proj.weight")
+_STACKS = (
+    *("_exps.weight", "_exps.bias", "altup_proj.weight", "altup_unembd_proj.weight"),
+    *("attn_k_b.weight", "attn_v_b.weight"),
+)
 _FUSED, _HALVES = "ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps")
 
 

@@ -47,11 +47,19 @@ struct TaskList {
         : block(&one), batch(&b), heads_per_kv_head(one.num_heads / one.num_kv_heads) {
         const int64_t heads = one.num_kv_heads, at_once = heads_at_once(one), head_blocks = (heads + at_once - 1) / at_once;
         int64_t num_small = 0, num_large = 0;
-        for (int64_t row = 0; row < batch->num_rows; row++) {
-            if (queries_of(row) <= LANES)
-                num_small += head_blocks;
-            else
-                num_large += heads * ((queries_of(row) + MOST_QUERIES - 1) / MOST_QUERIES);
+        const auto count_tasks = [&] {
+            num_small = num_large = 0;
+            for (int64_t row = 0; row < batch->num_rows; row++) {
+                if (is_small(row))
+                    num_small += head_blocks * parts_of(row);
+                else
+                    num_large += heads * ((queries_of(row) + MOST_QUERIES - 1) / MOST_QUERIES);
+            }
+        };
+        count_tasks();
+        if (num_small + num_large < num_threads) {
+            are_tokens_small = true;
+            count_tasks();
         }
         constexpr int64_t TASKS_PER_THREAD = 4;
         const int64_t shares = num_small ? (TASKS_PER_THREAD * num_threads - 1) / (num_small + num_large) + 1 : 1;
@@ -60,7 +68,7 @@ struct TaskList {
         for (int32_t row = 0; row < batch->num_rows; row++) {
             const int32_t length = batch->cache_lengths[row] + batch->row_offsets[row + 1] - batch->row_offsets[row];
             const int32_t chunks = (length + CHUNK - 1) / CHUNK;
-            if (queries_of(row) <= LANES)
+            if (is_small(row))
                 plan_small(row, int32_t(shares < chunks ? shares : chunks), chunks);
             else
                 plan_large(row);
@@ -69,19 +77,32 @@ struct TaskList {
 
   private:
     bool is_dry_run = false;  // only to learn how much memory it takes
+    // Threads share the chunks of a single token, too, if a key/value head has more queries than LANES. Each LANES of them
+    // pack its keys then, so that this pays where threads would have nothing to do.
+    bool are_tokens_small = false;
 
     int32_t queries_of(int64_t row) const {
         return int32_t((batch->row_offsets[row + 1] - batch->row_offsets[row]) * heads_per_kv_head);
     }
 
+    bool is_small(int64_t row) const {
+        return queries_of(row) <= LANES || (are_tokens_small && queries_of(row) == heads_per_kv_head);
+    }
+
+    int32_t parts_of(int64_t row) const { return (queries_of(row) + LANES - 1) / LANES; }
+
     void plan_small(int32_t row, int32_t shares, int64_t chunks) {
         const int32_t heads = int32_t(block->num_kv_heads), at_once = int32_t(heads_at_once(*block));
-        for (int32_t head = 0; head < heads; head += at_once) {
-            const int32_t split = shares > 1 ? int32_t(num_splits++) : -1;
-            const int32_t num_heads = heads - head < at_once ? heads - head : at_once;
-            for (int32_t s = 0; s < shares; s++)
-                add({row, head, num_heads, 0, queries_of(row), s, shares, split, num_states});
-            if (shares > 1) num_states += chunks * num_heads;
+        const int32_t count = queries_of(row), parts = parts_of(row);
+        for (int32_t part = 0; part < parts; part++) {
+            const int32_t first = count * part / parts, own = count * (part + 1) / parts - first;
+            for (int32_t head = 0; head < heads; head += at_once) {
+                const int32_t split = shares > 1 ? int32_t(num_splits++) : -1;
+                const int32_t num_heads = heads - head < at_once ? heads - head : at_once;
+                for (int32_t s = 0; s < shares; s++)
+                    add({row, head, num_heads, first, own, s, shares, split, num_states});
+                if (shares > 1) num_states += chunks * num_heads;
+            }
         }
     }
 

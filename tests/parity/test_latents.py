@@ -17,6 +17,7 @@ from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu import CpuDecoder
+from tests.models.compressed_support import fine_grained, float8
 from tests.models.support import edit, read_config, refusal, write_config
 from tests.parity.support import Checkpoints, bench
 from tests.parity.test_families import assert_greedy_answers, assert_near, reference_logits
@@ -222,3 +223,23 @@ def test_layers_that_guess_further_tokens_are_skipped(tmp_path: Path) -> None:
     edit(tmp_path, {"model.layers.3.eh_proj.weight": torch.ones(4, 4)})
     write_config(tmp_path, read_config(tmp_path), num_nextn_predict_layers=1)
     assert len(bench(tmp_path).run([Row(2, [1, 2])])[0]) == 2
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_kernels)])
+def test_a_checkpoint_in_float8_is_read_as_the_numbers_that_it_stands_for(tmp_path: Path, backend: str) -> None:
+    """As DeepSeek-V3 is published: a scale for each block of a matrix, among them blocks across heads."""
+    reference = make_checkpoint(tmp_path, seed=3, model_type="youtu", **FAMILIES["youtu"])
+    changed: dict[str, torch.Tensor | None] = {}
+    for seed, (name, parameter) in enumerate(reference.named_parameters()):
+        base = name.removesuffix(".weight")
+        if "_proj" not in base:
+            continue
+        high, wide = parameter.shape
+        stored, exact = float8(base, seed, (high, wide), (128, 128), "weight_scale_inv")
+        parameter.data.copy_(exact)
+        changed |= {name: None, **stored}
+    edit(tmp_path, changed)
+    write_config(tmp_path, read_config(tmp_path), quantization_config=fine_grained((128, 128)))
+    (tokens,) = random_prompts(4, [40])
+    rows = bench_of(open_checkpoint(str(tmp_path)), backend).run([Row(2, tokens)])[0]
+    assert_near(rows, reference_logits(reference, tokens))

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a judge of vectors, scores, recurrent models, mixtures and Gemmas, with the same GGUF files.
+"""llama.cpp's server as a judge of vectors, scores, and models of many kinds, with the same GGUF files.
 
 It runs where `llama-server` is on the path, or where LLAMA_SERVER names it. Beside it lies `llama-quantize`, which
 writes files of Q4_K and MXFP4.
@@ -153,7 +153,23 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "head_dim": 64, "mamba_d_ssm": 256, "mamba_n_heads": 4},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256, "head_dim": 64}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": {**LATENT, "n_group": 1, "topk_group": 1},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
     "lfm2_moe": {
         **EXPERTS,

@@ -68,20 +68,23 @@ def write(shape: Shape, folder: Path, num_layers: int) -> None:
 
 
 def _described(shape: Shape, num_layers: int, tensors: list[Tensor]) -> dict[str, Any]:
-    """The sizes in the words of a config.json, as if all heads shared a key and value of the latent vector's size."""
+    """The sizes in the words of a config.json."""
     return {
         "hidden_size": shape.hidden,
         "num_hidden_layers": num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": 1,
-        "head_dim": shape.latent + shape.turning,
+        "q_lora_rank": shape.query_rank or None,
+        "kv_lora_rank": shape.latent,
+        "qk_nope_head_dim": shape.still,
+        "qk_rope_head_dim": shape.turning,
+        "v_head_dim": shape.value,
         "intermediate_size": shape.dense_inner,
         "vocab_size": shape.vocab,
         "num_experts": shape.num_experts,
         "num_experts_per_tok": shape.num_chosen,
         "moe_intermediate_size": shape.inner,
         "num_dense_layers": 1,
-        "layer_types": ["full_attention"] * num_layers,
+        "n_shared_experts": shape.num_shared,
         "bytes_per_weight": bytes_per_weight(tensors),
     }
 

@@ -87,6 +87,7 @@ class Experts:
     num_chosen: int
     intermediate_size: int
     num_dense_layers: int
+    num_shared: int = 0  # beside those that are chosen
 
     def touched(self, num_tokens: int) -> float:
         """Returns how many experts of a layer the tokens choose together."""
@@ -121,6 +122,28 @@ class Recurrence:
         return cls(num_layers, hidden * (inputs + values), num_states=num_heads * key_dim * head_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """The sizes of latent attention in every layer."""
+
+    num_weights: int  # that a token is multiplied by
+    num_kept: int  # numbers of a token in the cache
+    num_read: int  # of these for a head, as key and as value
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self | None:
+        """Reads DeepSeek-V2's sizes; None if heads have keys and values of their own."""
+        if not (latent := fields.get("kv_lora_rank")):
+            return None
+        hidden, heads, rank = fields["hidden_size"], fields["num_attention_heads"], fields.get("q_lora_rank")
+        still, turning, value = (fields[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        queries = heads * (still + turning)
+        of_queries = hidden * queries if rank is None else rank * (hidden + queries)
+        of_heads = latent * heads * (still + value)
+        num_weights = of_queries + hidden * (latent + turning) + of_heads + hidden * heads * value
+        return cls(num_weights, num_kept=latent + turning, num_read=2 * latent + turning)
+
+
 def _inner_size(fields: Mapping[str, Any]) -> int:
     """Returns an MLP's width. LFM2 takes two thirds of what its config says, in whole multiples."""
     size: int = fields["intermediate_size"]
@@ -133,7 +156,7 @@ def _inner_size(fields: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama, of one with experts or recurrent layers, and the bytes of one weight and cached number."""
+    """The sizes of a model as Llama, with experts or other mixers, and the bytes of one weight and cached number."""
 
     hidden_size: int
     num_layers: int
@@ -146,6 +169,7 @@ class ModelShape:
     cache_bytes: int
     experts: Experts | None = None
     recurrence: Recurrence | None = None
+    latents: Latents | None = None
     has_output_gate: bool = False  # attention's, as wide as its queries
 
     @classmethod
@@ -155,7 +179,7 @@ class ModelShape:
         num_heads, experts = fields["num_attention_heads"], None
         if count := fields.get("num_experts"):
             sizes = fields["num_experts_per_tok"], fields["moe_intermediate_size"], fields.get("num_dense_layers", 0)
-            experts = Experts(count, *sizes)
+            experts = Experts(count, *sizes, num_shared=fields.get("n_shared_experts", 0))
         return cls(
             hidden_size=fields["hidden_size"],
             num_layers=fields["num_hidden_layers"],
@@ -168,6 +192,7 @@ class ModelShape:
             cache_bytes=cache_bytes,
             experts=experts,
             recurrence=Recurrence.of(fields),
+            latents=Latents.of(fields),
             has_output_gate="linear_num_value_heads" in fields,  # attention of these families has one
         )
 
@@ -185,11 +210,14 @@ class ModelShape:
         """With so many experts of each layer that has some."""
         queries = self.num_heads * (3 if self.has_output_gate else 2)  # and the product with attention's result
         mixers = self.num_attending * self.hidden_size * self.head_dim * (queries + 2 * self.num_kv_heads)
+        if self.latents is not None:
+            mixers = self.num_attending * self.latents.num_weights
         if self.recurrence is not None:
             mixers += self.recurrence.num_layers * self.recurrence.num_weights
         num_dense = self.num_layers if self.experts is None else self.experts.num_dense_layers
         inner: float = num_dense * self.intermediate_size
         if self.experts is not None:
+            num_experts += self.experts.num_shared
             inner += (self.num_layers - num_dense) * self.experts.intermediate_size * num_experts
         return mixers + 3 * self.hidden_size * inner
 
@@ -199,11 +227,13 @@ class ModelShape:
 
     def attention_flops(self, num_pairs: int) -> int:
         """FLOPs for that many pairs of a query and a key: a product and a sum for each number, for keys and values."""
-        return 4 * self.num_attending * self.num_heads * self.head_dim * num_pairs
+        num_read = 2 * self.head_dim if self.latents is None else self.latents.num_read
+        return 2 * self.num_attending * self.num_heads * num_read * num_pairs
 
     def cached_bytes(self, num_tokens: int) -> int:
         """Keys and values of all layers that attend."""
-        return 2 * self.num_attending * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
+        num_kept = 2 * self.num_kv_heads * self.head_dim if self.latents is None else self.latents.num_kept
+        return self.num_attending * num_kept * self.cache_bytes * num_tokens
 
     @property
     def num_states(self) -> int:

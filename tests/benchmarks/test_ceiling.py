@@ -49,6 +49,26 @@ def test_the_weights_of_layers_are_the_matrices_that_transformers_makes(name: st
     assert ModelShape.of(config.to_dict(), weight_bytes=2, cache_bytes=2).num_layer_weights == sum(matrices)
 
 
+@pytest.mark.parametrize("rank", [None, 48])
+def test_latent_attention_reads_the_matrices_that_transformers_makes_and_a_short_vector_of_a_token(
+    rank: int | None,
+) -> None:
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "q_lora_rank": rank}
+    config = AutoConfig.for_model("youtu", **FIELDS, **sizes)
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers  # type: ignore[no-untyped-call]
+    shape = ModelShape.of(config.to_dict(), weight_bytes=2, cache_bytes=2)
+    assert shape.num_layer_weights == sum(each.numel() for each in layers.parameters() if each.ndim == 2)
+    assert shape.cached_bytes(1) == 2 * (64 + 8) * 2
+    assert shape.attention_flops(1) == 2 * 2 * 2 * (64 + 8 + 64)  # of two heads in two layers
+
+
+def test_shared_experts_are_read_by_every_token() -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 2}
+    one, more = (ModelShape.of({**FIELDS, **sizes, "n_shared_experts": count}, 1, 2) for count in (0, 3))
+    assert more.read_bytes(5) - one.read_bytes(5) == 2 * 3 * 3 * FIELDS["hidden_size"] * 2
+
+
 def test_the_sizes_written_beside_a_file_are_those_of_the_same_shape_s_checkpoint() -> None:
     for name, shape in random_recurrent.SHAPES.items():
         vocab = SHAPES[name]["vocab_size"]

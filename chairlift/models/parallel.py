@@ -28,6 +28,7 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import Linear, RMSNorm, RowTable
+from chairlift.models.rearranged import rearranged
 from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader, fill
 
 _HOST = "127.0.0.1"  # where Gloo listens
@@ -88,7 +89,8 @@ class CheckpointPart(Checkpoint):
 
     def open_weights(self) -> WeightReader:
         """A reader of the part."""
-        return _WeightsPart(SafetensorsWeights(self.weight_files), self.whole, self.group)
+        assert isinstance(self.config, ModelConfig), "see `of`"
+        return rearranged(_WeightsPart(SafetensorsWeights(self.weight_files), self.whole, self.group), self.config)
 
     def connect(self, model: Decoder) -> None:
         """Connects the rank's decoder, once it is loaded, with those of the others."""

@@ -136,6 +136,15 @@ def test_answers_are_those_of_transformers_on_reused_prefixes_with_guesses(
     assert totals.num_accepted_tokens > 50
 
 
+@pytest.mark.slow
+def test_ranks_that_have_some_of_the_heads_answer_as_transformers_does(directory: Path) -> None:
+    """Each of them keeps all latent vectors."""
+    path, reference = checkpoint(directory, "youtu")
+    engine: dict[str, Any] = {"attention_backend": "torch", "device": "cpu", "tensor_parallel_size": 2}
+    with LLM(str(path), max_seq_len=SLOT_LEN, max_batch_size=2, max_num_batched_tokens=33, **engine) as llm:
+        assert_greedy_answers(reference, llm, random_prompts(6, [3, 40, 90]), 24)
+
+
 def test_a_slot_keeps_a_latent_vector_instead_of_the_keys_and_values_of_heads(directory: Path) -> None:
     """And 32 elements of the key, and as many that stay zeros."""
     config = open_checkpoint(str(checkpoint(directory, "glm4_moe_lite")[0])).config

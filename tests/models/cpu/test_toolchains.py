@@ -32,6 +32,7 @@ CASES = (
     ("heads as wide as any", support.FLOAT32_INT8),
     ("one head to one", support.FLOAT32),
     ("deep products", support.BFLOAT16),
+    ("latent vectors", support.BFLOAT16_INT4),
 )
 MIXTURES = (support.BFLOAT16, support.FLOAT32_INT8, support.BFLOAT16_INT4)
 NUM_THREADS = 2

@@ -30,13 +30,20 @@ from tests.support.gguf_files import add_byte_level_tokenizer, add_sentence_piec
 
 TEXTS = [
     *(*CORPUS, "What is the capital of France?", "a  12 b   345\n\n  6 7\t8", "don't I'll WE'VE", "  99 bottles"),
-    *("x <|im_end|> y", " leading, trailing ", "\n\n\n", ""),
+    *("x <|im_end|> y", " leading, trailing ", "\n\n\n", "", "abc中文第12章かなdef,Abc [x_1]  3"),
 ]
 SPECIALS = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/tokenizer.json and Qwen's: how a text is taken apart
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
+)
+# https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/tokenizer.json, one after the other
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -46,13 +53,17 @@ def byte_level(*before: pre_tokenizers.PreTokenizer, use_regex: bool = True) -> 
     return pre_tokenizers.Sequence([*before, last]) if before else last
 
 
-def split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return byte_level(pre_tokenizers.Split(Regex(pattern), behavior="isolated"), use_regex=False)
+def split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    return byte_level(
+        *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns), use_regex=False
+    )
 
 
 RULES = {
     "llama-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
+    "glm4": split(LLAMA3),
+    "deepseek-v3": split(*DEEPSEEK_V3),
     "smollm": byte_level(pre_tokenizers.Digits(individual_digits=True)),
     "refact": byte_level(pre_tokenizers.Digits(individual_digits=True)),
     "gpt-2": byte_level(),
@@ -105,8 +116,11 @@ def assert_alike(ours: Tokenizer, original: BackendTokenizer) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, rule: str) -> None:
-    original = train(rule, ignore_merges=rule == "llama-bpe")
-    assert_alike(byte_level_file(tmp_path, original, rule), original)
+    original = train(rule, ignore_merges=rule in ("llama-bpe", "glm4"))
+    ours = byte_level_file(tmp_path, original, rule)
+    assert_alike(ours, original)
+    for text in TEXTS:
+        assert ours.backend.pre_tokenizer.pre_tokenize_str(text) == original.pre_tokenizer.pre_tokenize_str(text)
 
 
 # Tokens by llama.cpp's own tokenizer from the same file.

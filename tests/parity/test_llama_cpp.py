@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,35 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter, TokenType
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import models, pre_tokenizers, trainers
 
 from chairlift import LLM
 from chairlift.config import DType
+from chairlift.engine.text.splitting import SEQUENCES
+from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError
 from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.smollm2 import find_smollm2
 from chairlift.prompt_work import Pooling
+from tests.engine.tokenizers_made import CORPUS
 from tests.parity.support import native_bench
 from tests.parity.test_gemmas import MODELS as GEMMAS
 from tests.support.checkpoints import SMALL, make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
-from tests.support.gguf_files import write_model
+from tests.support.gguf_files import add_byte_level_tokenizer, write_model
 from tests.support.gguf_rerankers import add_small_tokenizer, write_reranker
 from tests.support.kernels import needs_kernels
 
+ENGLISH_AND_OTHERS = [
+    "Don't stop: it's 12345 of 6789.5 km/h,  we'VE  been   there\n\n  twice\r\n",
+    "日本語のテキスト、mixed中文wordsかな交じり。中文句子，第12章！ 한국어 문장도 있다. ㄅㄆㄇ",  # noqa: RUF001
+    'def f(x):\n    return {"a": [x_1, x**2]}  # see https://example.org/a?b=c\n',
+    "Ünïcödé façade naïve Straße ΑΒΓ αβγ Привет мир  ǅ",
+    '  a 1  b22 333   4444 \t$x^2$... "quoted" (see: [1]) 50% — done…  ',
+]
 TEXTS = ["Snails carry their house.", "The wind comes from the north.", "a", "How are random numbers drawn? " * 8]
 SERVER = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
 
@@ -311,3 +324,23 @@ def test_gemmas_whose_layers_differ_are_as_in_llama_cpp(name: str, tmp_path: Pat
     is_clear = first - second > 0.02
     assert is_clear.sum() >= NUM_TOKENS // 2
     assert ours.argmax(-1)[is_clear].tolist() == torch.tensor(tokens)[is_clear].tolist()
+
+
+@pytest.mark.parametrize("rule", [*SEQUENCES, "llama-bpe", "qwen2"])
+def test_texts_become_the_tokens_of_llama_cpp(rule: str, tmp_path: Path) -> None:
+    """Merges are learned from the texts, so that where these are cut decides what is found."""
+    texts = [*ENGLISH_AND_OTHERS, *CORPUS]
+    backend = BackendTokenizer(models.BPE(ignore_merges=rule in ("glm4", "youtu", "llama-bpe")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # merges across all cuts
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        texts * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    )
+    size = backend.get_vocab_size()
+    model = make_checkpoint(tmp_path, model_type="qwen3", head_dim=32, vocab_size=size, eos_token_id=None)
+    write = partial(add_byte_level_tokenizer, backend=backend, rule=rule, add_bos_token=False)
+    file = write_model(model, tmp_path / "model.gguf", tokenizer=write)
+    ours = Tokenizer(file)
+    with llama_server(file) as url:
+        for text in texts:
+            assert ours.encode(text) == ask(f"{url}/tokenize", {"content": text})["tokens"], text

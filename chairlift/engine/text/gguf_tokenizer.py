@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift.engine.text.merges import make_merges
-from chairlift.engine.text.splitting import PATTERNS
+from chairlift.engine.text.splitting import PATTERNS, SEQUENCES
 from chairlift.engine.text.tokenizer_parts import TokenizerParts
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf import GGUFFile
@@ -26,8 +26,9 @@ _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
 _PHI3, _PHI3_KEEPS = "phi3", {"<unk>", "<s>", "<|endoftext|>"}  # the architecture; tokens that swallow no white space
 _GEMMA = "gemma"  # how the names of its architectures begin
-# Words that are tokens need no merges; and texts begin with the BOS token unless the file says otherwise.
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+# Texts begin with the BOS token unless the file says otherwise.
+_BEGINNING = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+_WHOLE_WORDS = {*_BEGINNING, "glm4", "youtu"}  # words that are tokens need no merges
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SENTENCE_PIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # those of a file that names none
 _MARK = "▁"  # a space in SentencePiece's tokens
@@ -53,7 +54,7 @@ def make_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
         )
     whole = _add_whole_tokens(backend, given, architecture)
     backend.add_tokens([AddedToken(token, special=True) for token in special.values() if token not in whole])
-    begins = kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS
+    begins = kind == _SENTENCE_PIECE or rule in _BEGINNING
     ends = (given.get("add_bos_token", begins), "bos_token"), (given.get("add_eos_token", False), "eos_token")
     first, last = (special.get(name) if is_added else None for is_added, name in ends)
     _put_around_texts(backend, first, last)
@@ -108,15 +109,20 @@ def _splitting(rule: object) -> list[pre_tokenizers.PreTokenizer]:
         return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if rule in _GPT2_RULES:
         return [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if (pattern := PATTERNS.get(rule) or _patterns_of_transformers().get(rule)) is None:
+    patterns = SEQUENCES.get(rule) or _single(PATTERNS.get(rule)) or _single(_patterns_of_transformers().get(rule))
+    if not patterns:
         raise CheckpointError(
             f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {shown(rule)}); name a directory with"
             " the model's own tokenizer as tokenizer"
         )
     return [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+        *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
+
+
+def _single(pattern: str | None) -> tuple[str, ...]:
+    return () if pattern is None else (pattern,)
 
 
 def _patterns_of_transformers() -> Mapping[object, str]:

@@ -34,3 +34,26 @@ _RULES = {
 }
 PATTERNS: Mapping[object, str] = {rule: pattern for pattern, rules in _RULES.items() for rule in rules}
 """By rule: the regular expression of a text's parts."""
+
+_HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u30ff]+"
+_CASED = r"[\p{Lu}\p{Ll}\p{Lt}]"
+_DEEPSEEK3_WORDS = (
+    *(r"[!-/:-@\[-`{-~][A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*"),
+    _SPACE,
+)
+_YOUTU_SCRIPTS = (
+    *(r"[\uac00-\ud7a3\u3131-\u318e]+", r"[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+"),  # noqa: RUF001
+    *(r"[\u3105-\u312f]+", _HAN_AND_KANA),
+)
+_YOUTU_WORDS = (*(f"{word}{_CONTRACTION}?" for word in _WORDS_BY_CASE), r"\p{N}", _SIGNS_AND_SLASHES, _SPACE)
+
+SEQUENCES: Mapping[object, tuple[str, ...]] = {
+    "glm4": (_LLAMA3,),
+    "deepseek-llm": (
+        *(r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$"),  # noqa: RUF001
+        *(r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}+"),
+    ),
+    "deepseek-v3": (r"\p{N}{1,3}", _HAN_AND_KANA, "|".join(_DEEPSEEK3_WORDS)),
+    "youtu": ("|".join(_YOUTU_SCRIPTS), "|".join(_YOUTU_WORDS)),
+}
+"""By rule: regular expressions of which each takes apart what those before it have left whole."""

@@ -24,7 +24,7 @@ from tests.parity.test_families import assert_greedy_answers, assert_near, refer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.engines import core_of
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
-from tests.support.gguf_files import Kind, write_model
+from tests.support.gguf_files import Kind, add_names_and, write_model
 from tests.support.kernels import needs_kernels
 
 SIZES: dict[str, Any] = {
@@ -178,14 +178,6 @@ def test_matrices_of_heads_in_few_bits_are_the_numbers_that_they_stand_for(tmp_p
     assert 0 < float((rounded - exact).abs().amax()) <= float(exact.abs().amax()) / 127
 
 
-def add_more(change: Callable[[GGUFWriter], object]) -> Callable[[GGUFWriter], None]:
-    def add(writer: GGUFWriter) -> None:
-        writer.add_token_list([f"t{i}" for i in range(320)])
-        change(writer)
-
-    return add
-
-
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
@@ -200,7 +192,7 @@ def test_gguf_files_whose_sizes_are_at_odds_are_refused(
     tmp_path: Path, family: str, change: Callable[[GGUFWriter], object], said: str
 ) -> None:
     reference = make_checkpoint(tmp_path, model_type=family, **FAMILIES[family])
-    message = refusal(write_model(reference, tmp_path / "model.gguf", tokenizer=add_more(change)))
+    message = refusal(write_model(reference, tmp_path / "model.gguf", tokenizer=add_names_and(change)))
     assert said in message
     assert "\n" not in message
 

@@ -239,6 +239,16 @@ def _converted(name: str, weight: Array, config: Any, architecture: MODEL_ARCH) 
     return weight
 
 
+def add_names_and(change: Callable[[GGUFWriter], object], size: int = 320) -> Callable[[GGUFWriter], None]:
+    """Writes names of tokens alone, and then what else is to be in the file."""
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_token_list([f"t{i}" for i in range(size)])
+        change(writer)
+
+    return add
+
+
 def add_byte_level_tokenizer(
     writer: GGUFWriter, backend: BackendTokenizer, rule: str, size: int | None = None, **flags: bool
 ) -> None:

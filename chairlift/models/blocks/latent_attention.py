@@ -36,9 +36,7 @@ class LatentAttentionBlock(AttentionBlock):
     still_dim: int  # elements of a query, and of what keys would be, that do not turn
     value_dim: int  # of each head's output
     latent_eps: float  # of the norms of latent vectors
-    rotates_neighbours: bool = (
-        True  # elements that rotate together are neighbours in a checkpoint, not half a head apart
-    )
+    rotates_neighbours: bool = True  # checkpoints have elements that rotate together side by side
 
     @classmethod
     def of(cls, *, latent_dim: int, turning_dim: int, **fields: Any) -> Self:

@@ -7,14 +7,22 @@ Speed can then be measured, beside llama.cpp as well, where nothing can be downl
 too, is Q6_K, as llama.cpp's quantizer has it beside 4 bits, or else like the layers. Needs gguf and numpy.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.random_weights import MAX_POSITIONS, Kind, Tensor, Tensors, bytes_per_weight, open_writer, write_tensors
+from peers.random_weights import (
+    MAX_POSITIONS,
+    Kind,
+    Tensor,
+    Tensors,
+    bytes_per_weight,
+    make_parser,
+    open_writer,
+    write_tensors,
+)
 
 _SHARE_THAT_TURNS = 0.25  # of a head, in layers without a window
 _NO_ROTATION = 1e30
@@ -53,9 +61,7 @@ SHAPES = {
 
 def main() -> None:
     """Writes the file that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("folder", type=Path, help="for model.gguf, and a config.json with the sizes that ceilings need")
+    parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--layers", type=int, help="how many of the model's layers, in whole periods (all)")
     parser.add_argument("--kind", choices=_KINDS, default="Q4_0", help="of the layers' weights")
     arguments = parser.parse_args()

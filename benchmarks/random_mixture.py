@@ -6,14 +6,22 @@
 Speed can then be measured, beside llama.cpp as well, where nothing can be downloaded. Needs gguf and numpy.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
-from peers.random_weights import MAX_POSITIONS, Kind, Tensor, Tensors, bytes_per_weight, open_writer, write_tensors
+from peers.random_weights import (
+    MAX_POSITIONS,
+    Kind,
+    Tensor,
+    Tensors,
+    bytes_per_weight,
+    make_parser,
+    open_writer,
+    write_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,7 @@ SHAPES = {
 
 def main() -> None:
     """Writes the file that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("folder", type=Path, help="for model.gguf, and a config.json with the sizes that ceilings need")
+    parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--layers", type=int, help="how many of the model's layers (all)")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]

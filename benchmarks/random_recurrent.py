@@ -7,7 +7,6 @@ Speed can then be measured, beside llama.cpp as well, where nothing can be downl
 told otherwise, so that the layers count. Needs gguf and numpy.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from peers.random_weights import (
     Tensor,
     Tensors,
     bytes_per_weight,
+    make_parser,
     open_writer,
     write_tensors,
 )
@@ -93,9 +93,7 @@ SHAPES = {
 
 def main() -> None:
     """Writes the file that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("folder", type=Path, help="for model.gguf, and a config.json with the sizes that ceilings need")
+    parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--kind", choices=_KINDS, default="Q8_0", help="of all matrices")
     parser.add_argument("--vocab", type=int, default=_SMALL_VOCAB, help="tokens, 260 or more")
     arguments = parser.parse_args()

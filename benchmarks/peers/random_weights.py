@@ -4,6 +4,7 @@ Blocks of each type are drawn once and repeated, in a size that makes outputs ab
 neither. Needs gguf and numpy.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ Tensors = Iterator[Tensor]
 
 MAX_POSITIONS = 8192
 _NUM_DISTINCT = 2**22  # bytes of blocks that are drawn once and repeated, since drawing takes longer than writing
+
+
+def make_parser(description: str | None, shapes: Iterable[str]) -> argparse.ArgumentParser:
+    """Makes the parser of a script's command line, with the shape and the folder, to which the caller adds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=list(shapes))
+    parser.add_argument("folder", type=Path, help="for model.gguf, and a config.json with the sizes that ceilings need")
+    return parser
 
 
 def open_writer(folder: Path, architecture: str, vocab: int) -> Any:

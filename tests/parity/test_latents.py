@@ -133,7 +133,8 @@ def test_answers_are_those_of_transformers_on_reused_prefixes_with_guesses(
         assert_greedy_answers(reference, llm, prompts, 64)  # which are now known as guesses
         totals = core_of(llm).read_stats().totals
     assert totals.num_cached_tokens > 50
-    assert totals.num_accepted_tokens > 50
+    if engine["attention_backend"] == "cpu":  # in torch a guess costs more, and whether one is made depends on times
+        assert totals.num_accepted_tokens > 50
 
 
 @pytest.mark.slow
